@@ -70,7 +70,11 @@ def compute_data_metrics(batch: DataProto, use_critic: bool = True) -> dict[str,
     if use_critic:
         values = batch.ragged("values").values[sampled]
         metrics |= _spread("critic/values", values)
-        metrics["critic/vf_explained_var"] = _explained_variance(values, returns)
+        explained = 0.0  # 1 for a perfect critic, 0 for a constant one
+        if values.numel() > 1:
+            v, r = values.double(), returns.double()
+            explained = (1 - (r - v).var() / (r.var() + 1e-5)).item()
+        metrics["critic/vf_explained_var"] = explained
 
     response, prompt = _lengths(batch)
     for name, (lengths, width) in (("response_length", response), ("prompt_length", prompt)):
@@ -168,14 +172,6 @@ def _row_sums(column: Ragged) -> Tensor:
     return torch.segment_reduce(values, "sum", lengths=column.layout.lengths, unsafe=True)
 
 
-def _explained_variance(values: Tensor, returns: Tensor) -> float:
-    """1 - var(returns - values) / var(returns): 1 for a perfect critic, 0 for a constant one."""
-    if values.numel() < 2:
-        return 0.0
-    values, returns = values.double(), returns.double()
-    return (1 - (returns - values).var() / (returns.var() + 1e-5)).item()
-
-
 def _lengths(batch: DataProto) -> tuple[tuple[Tensor, int], tuple[Tensor, int]]:
     """(lengths (B,), width) of responses and of prompts, from the attention mask."""
     everything = batch.ragged("attention_mask").layout
@@ -261,9 +257,7 @@ def process_validation_metrics(
         has_votes = preds is not None and any(preds[i] is not None for rows in prompts.values() for i in rows)
         votes = [_majority_shares(_vote_codes(preds, rows), seed) if has_votes else {} for rows in groups]
         result[source] = {
-            name: _mean_over_prompts(
-                [_metrics_of_group(numbers[rows], vote, seed) for rows, vote in zip(groups, votes, strict=True)]
-            )
+            name: _means([_metrics_of_group(numbers[g], v, seed) for g, v in zip(groups, votes, strict=True)])
             for name, (numbers, is_number) in columns.items()
             if all(is_number[rows].all() for rows in groups)
         }
@@ -312,7 +306,7 @@ def _bootstrap_extreme(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Mean and std over resamples of the largest or least of k, each (Q,)."""
     resamples = _resamples(values.shape[1], k, seed=seed)
-    weights = np.ones(len(resamples))
+    weights: np.ndarray = np.ones(len(resamples))
     if values.shape[1] <= 62:
         # The extreme depends on the set of samples only, and of few samples there are few sets.
         sets = np.bitwise_or.reduce(np.int64(1) << resamples, axis=1)
@@ -406,7 +400,7 @@ def _numbers(values: Sequence[Any]) -> tuple[np.ndarray, np.ndarray]:
     return numbers, is_number
 
 
-def _mean_over_prompts(groups: Sequence[Mapping[str, np.ndarray]]) -> dict[str, float]:
+def _means(groups: Sequence[Mapping[str, np.ndarray]]) -> dict[str, float]:
     """Each metric's mean over the prompts that have it."""
     collected: dict[str, list[np.ndarray]] = defaultdict(list)
     for metrics in groups:

@@ -160,11 +160,10 @@ class ResourcePoolManager:
 def default_roles(config: Any) -> dict[Role, type]:
     """The roles ``config`` needs and the worker class of each."""
     from verl.workers.disjoint import ActorWorker, RolloutWorker
-
-    config = typed_config(config)
     from verl.workers.reward_model import RewardModelWorker
     from verl.workers.roles import ActorRolloutRefWorker, CriticWorker
 
+    config = typed_config(config)
     roles: dict[Role, type] = {Role.ActorRollout: ActorRolloutRefWorker}
     if not config.actor_rollout_ref.hybrid_engine:
         roles = {Role.Actor: ActorWorker, Role.Rollout: RolloutWorker}
@@ -228,7 +227,9 @@ def start_worker_groups(
     by_pool: dict[str, dict[str, Any]] = {}
     for role, cls in roles.items():
         classes = controller.ClassWithInitArgs(cls, config=sections.get(role, config.actor_rollout_ref), role=str(role))
-        classes.kwargs.update(_taken(classes.cls, settings))
+        parameters = inspect.signature(classes.cls).parameters  # a user's worker names what it takes
+        takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+        classes.kwargs.update((name, value) for name, value in settings.items() if takes_all or name in parameters)
         by_pool.setdefault(pools.mapping[role], {})[str(role)] = classes
     groups: dict[str, Any] = {}
     for pool, classes in by_pool.items():
@@ -245,11 +246,3 @@ def start_worker_groups(
         if hasattr(group, "configure"):  # a user's subclass may not have handed them on
             group.configure(settings)
     return {role: groups[str(role)] for role in roles}
-
-
-def _taken(cls: type, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Those settings that the constructor of a worker class names."""
-    parameters = inspect.signature(cls.__init__).parameters
-    if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
-        return dict(settings)
-    return {name: value for name, value in settings.items() if name in parameters}

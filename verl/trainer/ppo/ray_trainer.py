@@ -329,9 +329,7 @@ class RayPPOTrainer(RecipeNames):
 
         With ``algorithm.rollout_correction.rollout_is`` also ``rollout_is_weights`` (B, R), factors of the policy loss.
         """
-        if (
-            "multi_modal_inputs" in batch.non_tensor_batch
-        ):  # which the models read; the images themselves stay on the driver
+        if "multi_modal_inputs" in batch.non_tensor_batch:  # all that models read: images stay on the driver
             batch.non_tensor_batch.pop("multi_modal_data", None)
         if self.correction.bypass_mode:
             bypass_old_log_probs(batch)
@@ -390,20 +388,16 @@ class RayPPOTrainer(RecipeNames):
                 config=algorithm,
             )
             if algorithm.adv_estimator == "gigpo":
-                self.note_turns(gigpo_metrics(batch))
+                self.metrics.update(turns := gigpo_metrics(batch))
+                is_agent = self.config.actor_rollout_ref.rollout.mode == "async"
+                if is_agent and turns["gigpo/turns_per_response"] <= 1 and not self.has_warned_single_turns:
+                    self.has_warned_single_turns = True
+                    self.say(
+                        f"algorithm.adv_estimator=gigpo: no response of step {self.global_steps} has a second turn, so "
+                        "that advantages are those of grpo times episode_weight + step_weight"
+                    )
             self.metrics.update(self.shaping.shape_advantages(batch))
         return batch
-
-    def note_turns(self, metrics: dict[str, float]) -> None:
-        """Record metrics of ``gigpo``; warn once if no agent took a second turn."""
-        self.metrics.update(metrics)
-        one_each = metrics["gigpo/turns_per_response"] <= 1
-        if one_each and self.config.actor_rollout_ref.rollout.mode == "async" and not self.has_warned_single_turns:
-            self.has_warned_single_turns = True
-            self.say(
-                f"algorithm.adv_estimator=gigpo: no response of step {self.global_steps} has a second turn, so that "
-                "advantages are those of grpo times episode_weight + step_weight"
-            )
 
     def improve(self, batch: DataProto) -> None:
         """Fit the critic to the returns, and move the policy along the advantages.
@@ -453,13 +447,9 @@ class RayPPOTrainer(RecipeNames):
     def prompt_batches(self) -> Iterator[tuple[int, DataProto]]:
         """Yield batches of prompts until ``total_training_steps``; each begins a step."""
         for step, prompts in self.buffer.prompt_batches(self.global_steps, self.total_training_steps):
-            self.begin_step(step)
+            self.global_steps = step
+            self.metrics, self.timing = {}, {}
             yield step, prompts
-
-    def begin_step(self, step: int) -> None:
-        """Reset metrics and times for ``step``."""
-        self.global_steps = step
-        self.metrics, self.timing = {}, {}
 
     def generate(self, prompts: DataProto, n: int, **options: Any) -> DataProto:
         """Return responses to ``prompts`` in this step; see `RolloutBuffer.generate`."""
@@ -550,13 +540,18 @@ class RayPPOTrainer(RecipeNames):
             self.metrics.update(validation)
             self.run_log.progress.validated(step, validation)
         self.finish_saving(wait=False)
-        self.notify_data(batch)  # before saving: their state is part of the checkpoint
+        # a curriculum sampler, and a dataset with on_batch_end; before saving: their state is part of the checkpoint
+        for listener, method in ((self.train_dataloader.sampler, "update"), (self.train_dataset, "on_batch_end")):
+            if hasattr(listener, method):
+                getattr(listener, method)(batch=batch)
         if trainer.save_freq > 0 and (last or step % trainer.save_freq == 0):
             with self.timed("save_checkpoint"):
                 self.save_checkpoint()
         n_gpus = self.resource_pool_manager.get_n_gpus()
         if trainer.memory_ledger:
-            self.metrics.update(self.memory_metrics())
+            busy = self.rollout_wg if self.buffer.generates_ahead else None  # a call would wait for its responses
+            groups = (group for group in self.worker_groups.values() if group is not busy)
+            self.metrics.update(self.memory_report.metrics(groups))
         epoch = (self.buffer.batches_read(step) - 1) // self.steps_per_epoch
         self.metrics.update({"training/global_step": step, "training/epoch": epoch})
         self.metrics.update(compute_data_metrics(batch=batch, use_critic=self.use_critic))
@@ -567,16 +562,12 @@ class RayPPOTrainer(RecipeNames):
         if last or is_test or step % trainer.log_freq == 0:
             self.run_log.log(step, self.metrics)
         self.run_log.progress.update(step, self.metrics)
-        if self.updates_actor and not self.has_checked_keys:
+        if self.updates_actor and not self.has_checked_keys:  # every role has run: trainer.unread_keys
             self.has_checked_keys = True
-            self.check_unread_keys()
-
-    def check_unread_keys(self) -> None:
-        """Check that each key the user set was read by the driver or a worker (``trainer.unread_keys``)."""
-        groups = self.worker_groups.values()
-        if all(hasattr(group, "options_read") for group in groups):  # workers of a user's own may lack it
-            read = {key for group in groups for keys in group.options_read() for key in keys}
-            check_unused_options(self.options, read, self.say)
+            groups = self.worker_groups.values()
+            if all(hasattr(group, "options_read") for group in groups):  # workers of a user's own may lack it
+                read = {key for group in groups for keys in group.options_read() for key in keys}
+                check_unused_options(self.options, read, self.say)
 
     def stop(self) -> None:
         """Finish saving, and close the loggers."""
@@ -618,11 +609,6 @@ class RayPPOTrainer(RecipeNames):
             batch = self.judged(batch)
         return compute_reward(batch, self.val_reward_fn)
 
-    def memory_metrics(self) -> dict[str, float]:
-        """Return the memory of the phases of this step, and print a table after the first."""
-        busy = self.rollout_wg if self.buffer.generates_ahead else None
-        return self.memory_report.metrics(group for group in self.worker_groups.values() if group is not busy)
-
     def save_checkpoint(self) -> None:
         """Write models, optimizers, the loader's position and the driver's state; marked complete once all is written.
 
@@ -631,7 +617,13 @@ class RayPPOTrainer(RecipeNames):
         self.finish_saving()
         groups = saved_groups(self.worker_groups)
         folder = self.checkpoints.begin(self.global_steps, groups)
-        checkpoint.save_driver_state(folder, self.buffer.position(), self.driver_state(), self.buffer.responses_ahead())
+        state = {
+            "kl_ctrl_in_reward": self.kl_ctrl_in_reward.state_dict(),
+            "running_scores": self.shaping.state_dict(),
+            "validations": self.validations[:1] + self.validations[1:][-1:],  # which the closing summary compares
+            "saved_steps": self.checkpoints.steps,
+        }
+        checkpoint.save_driver_state(folder, self.buffer.position(), state, self.buffer.responses_ahead())
         checkpoint.save_options(folder, self.options.to_dict())
         self.buffer.save(folder)
         self.checkpoints.unfinished = self.global_steps
@@ -660,21 +652,6 @@ class RayPPOTrainer(RecipeNames):
         self.checkpoints.loaded(folder, state.get("saved_steps", []), groups)
         done = f"{self.global_steps} of {self.total_training_steps} steps are done"
         self.say(f"resumed from {folder}: {done}{''.join(remarks)}")
-
-    def driver_state(self) -> dict[str, Any]:
-        """Return the driver's state for a checkpoint, as JSON values."""
-        return {
-            "kl_ctrl_in_reward": self.kl_ctrl_in_reward.state_dict(),
-            "running_scores": self.shaping.state_dict(),
-            "validations": self.validations[:1] + self.validations[1:][-1:],  # which the closing summary compares
-            "saved_steps": self.checkpoints.steps,
-        }
-
-    def notify_data(self, batch: DataProto) -> None:
-        """Pass the finished batch to a curriculum sampler and to a dataset that has ``on_batch_end``."""
-        for listener, method in ((self.train_dataloader.sampler, "update"), (self.train_dataset, "on_batch_end")):
-            if hasattr(listener, method):
-                getattr(listener, method)(batch=batch)
 
     def record(self, result: DataProto) -> None:
         """Record the metrics of an update, averaged over its optimizer steps."""

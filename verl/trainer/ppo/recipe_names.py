@@ -10,10 +10,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from verl.config.algorithm import RolloutCorrectionConfig
 from verl.protocol import DataProto
 from verl.trainer.ppo.placement import Role
 from verl.trainer.ppo.rollout_correction import weigh_tokens
-from verl.trainer.ppo.run_log import dump_samples
+from verl.trainer.ppo.run_log import RunLog, dump_samples
 
 RENAMED = {
     "_validate": "validate",
@@ -31,6 +32,10 @@ class RecipeNames:
     ref_in_actor = False
     async_rollout_mode = False
     hybrid_engine = True
+
+    global_steps: int
+    run_log: RunLog
+    correction: RolloutCorrectionConfig
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -50,7 +55,7 @@ class RecipeNames:
     ) -> None:
         """Write samples to ``{dump_path}/{step}.jsonl``."""
         gts = [None] * len(inputs) if gts is None else gts
-        dump_samples(dump_path, self.global_steps, inputs, outputs, scores, gts, dict(reward_extra_infos_dict))
+        dump_samples(dump_path, self.global_steps, inputs, outputs, scores, gts, reward_extra_infos_dict)
 
     def _maybe_log_val_generations(
         self, inputs: Sequence[str], outputs: Sequence[str], scores: Sequence[float]

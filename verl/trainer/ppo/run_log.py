@@ -61,7 +61,7 @@ def describe(batch: DataProto, source_key: str = "data_source") -> dict[str, lis
     ``length`` or ``abort``. Where an agent loop returns none, a response that fills its window ended by ``length``.
     """
     rows, response = batch.non_tensor_batch, batch.ragged("responses").layout
-    columns = {"uid": [str(uid) for uid in rows["uid"]]} if "uid" in rows else {}
+    columns: dict[str, list] = {"uid": [str(uid) for uid in rows["uid"]]} if "uid" in rows else {}
     if source_key in rows:
         columns["data_source"] = rows[source_key].tolist()
     columns["prompt_length"] = (batch.ragged("attention_mask").layout.lengths - response.lengths).tolist()
@@ -74,13 +74,6 @@ def describe(batch: DataProto, source_key: str = "data_source") -> dict[str, lis
     return columns
 
 
-def shown_samples(samples: Sequence[tuple[str, str, float]], count: int) -> list[tuple[str, str, float]]:
-    """Some of the validation samples for the loggers, those of the same prompts every time."""
-    shuffled = sorted(samples, key=lambda sample: sample[0])
-    np.random.RandomState(42).shuffle(shuffled)
-    return shuffled[:count]
-
-
 def ground_truths(batch: DataProto) -> list[Any]:
     """Each row's ``reward_model.ground_truth``, None where there is none."""
     rows = batch.non_tensor_batch.get("reward_model", [None] * len(batch))
@@ -90,11 +83,11 @@ def ground_truths(batch: DataProto) -> list[Any]:
 def dump_samples(
     folder: str | Path,
     step: int,
-    inputs: list[str],
-    outputs: list[str],
-    scores: list[float],
-    gold: list[Any],
-    columns: dict[str, list],
+    inputs: Sequence[str],
+    outputs: Sequence[str],
+    scores: Sequence[float],
+    gold: Sequence[Any],
+    columns: Mapping[str, Sequence],
 ) -> Path:
     """Write ``{folder}/{step}.jsonl``, one object a sample: input, output, gts, score, step and each extra column."""
     folder = Path(folder).expanduser()
@@ -114,19 +107,6 @@ def dump_samples(
 # -- One record a sample of a scored batch, for the trace (`verl.telemetry.rollout_trace`) -----------------------------
 _RECORD_COLUMNS = {"finish_reason": "finish_reason", "version": "rollout_version", "seconds": "rollout_seconds"}
 """Names in a record -> columns that rollouts add."""
-
-
-def open_rollout_trace(config: PPOConfig) -> Trace | None:
-    """The trace that ``rollout.trace`` asks for, or None.
-
-    Raises:
-        ImportError: its package is missing.
-    """
-    section, trainer = config.actor_rollout_ref.rollout.trace, config.trainer
-    if section.backend is None:
-        return None
-    folder = section.dir or Path(trainer.default_local_dir) / "rollout_trace"
-    return open_trace(section.backend, trainer.project_name, trainer.experiment_name, folder)
 
 
 def sample_records(
@@ -190,7 +170,11 @@ class RunLog:
     def __init__(self, config: PPOConfig, tokenizer: Any) -> None:
         check_backends(config.trainer.logger)
         self.config, self.tokenizer = config, tokenizer
-        self.trace = open_rollout_trace(config)
+        trace, trainer = config.actor_rollout_ref.rollout.trace, config.trainer
+        self.trace: Trace | None = None
+        if trace.backend is not None:
+            folder = trace.dir or Path(trainer.default_local_dir) / "rollout_trace"
+            self.trace = open_trace(trace.backend, trainer.project_name, trainer.experiment_name, folder)
         self.progress = Progress(0, enabled=False)
         self.places: dict[str, Any] = {}
         self._generations = ValidationGenerationsLogger()
@@ -207,7 +191,9 @@ class RunLog:
             config=typed_config(self.config).to_dict(),
         )
         self._generations = ValidationGenerationsLogger(tracking=self._tracking)
-        self.places = _places(self._tracking)
+        places = {"metrics": ("file", "path"), "tensorboard": ("tensorboard", "folder")}  # logger and attribute
+        loggers = self._tracking.logger
+        self.places = {label: getattr(loggers[name], at) for label, (name, at) in places.items() if name in loggers}
 
     def say(self, sentence: str) -> None:
         """Print a message above the line of progress."""
@@ -231,7 +217,9 @@ class RunLog:
     def show(self, step: int, samples: Sequence[tuple[str, str, float]]) -> None:
         """Show ``trainer.log_val_generations`` of the samples in the loggers, the same prompts every time."""
         if count := self.config.trainer.log_val_generations:
-            self._generations.log(self.config.trainer.logger, shown_samples(samples, count), step)
+            shuffled = sorted(samples, key=lambda sample: sample[0])
+            np.random.RandomState(42).shuffle(shuffled)
+            self._generations.log(self.config.trainer.logger, shuffled[:count], step)
 
     def close(self) -> None:
         """Finish all that is open."""
@@ -241,15 +229,6 @@ class RunLog:
         self.progress.finish()
         if self._record is not None:
             self._record.close()
-
-
-def _places(tracking: Tracking) -> dict[str, Any]:
-    attributes = {"metrics": ("file", "path"), "tensorboard": ("tensorboard", "folder")}
-    return {
-        label: getattr(tracking.logger[name], attribute)
-        for label, (name, attribute) in attributes.items()
-        if name in tracking.logger
-    }
 
 
 # -- Monitors of a step's metrics: steps without a learning signal, and gradients that are not finite ----------------
