@@ -173,6 +173,7 @@ class AsyncLLMServerManager:
             sampling_params: fields of `SamplingParams`; an unknown one is refused by name.
             image_data: images that stand for the placeholders among ``prompt_ids``, in order.
         """
+        # the first call as in mode=sync: a single turn gives the same tokens there and here
         seed = self._seed if self._calls == 0 else derive_seed(self._seed, "turn", self._calls)
         self._calls += 1
         media = {"image": list(image_data)} if image_data else None
@@ -219,6 +220,7 @@ class AgentLoopManager:
         if rollout.agent.agent_loop_config_path:
             load_agent_loops(rollout.agent.agent_loop_config_path)
         agent_loop(rollout.agent.default_agent_loop)  # a wrong name fails before anything is generated
+        # a secret where others can reach the servers
         token = None if is_loopback(rollout.server_host) else secrets.token_urlsafe(24)
         started = worker_group.start_server(token)
         self.addresses = [answer["address"] for answer in started if answer is not None]
@@ -226,6 +228,7 @@ class AgentLoopManager:
         self.client = RolloutClient(self.addresses, token, rollout.max_running_requests)
         self._unseeded_calls = self._batches = 0
         self._loop = asyncio.new_event_loop()
+        # a loop of its own: the driver's thread waits, and checks the workers meanwhile
         self._thread = threading.Thread(target=self._loop.run_forever, name="verl-agent-loops", daemon=True)
         self._thread.start()
 
@@ -325,6 +328,7 @@ class AgentLoopManager:
         try:
             return await asyncio.gather(*tasks)
         finally:
+            # also after a failure: no request may go on into the next batch
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)

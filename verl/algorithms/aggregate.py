@@ -114,13 +114,14 @@ def agg_loss(loss_mat: Tensor, loss_mask: Tensor, loss_agg_mode: str, loss_scale
     (arXiv:2402.03300); constant divisor: Liu et al. 2025, Dr. GRPO (arXiv:2503.20783).
     """
     tokens = valid_tokens(loss_mask)
-    row_sums = tokens.row_sum(tokens.pack(loss_mat))
+    row_sums = tokens.row_sum(tokens.pack(loss_mat))  # packing drops masked positions, even NaN
     return agg_rows(row_sums, tokens.lengths, loss_agg_mode, loss_scale_factor or loss_mat.shape[-1])
 
 
 def agg_rows(row_sums: Tensor, counts: Tensor, loss_agg_mode: str, loss_scale_factor: float) -> Tensor:
     """``agg_loss`` from the sum (B,) and the number of unmasked tokens (B,) of each row."""
     mode = AGG_MODES[loss_agg_mode]
+    # a micro-batch without a token has weight 0: its loss must be 0, not NaN
     loss = mode.total(row_sums, counts) / mode.weight(counts).clamp(min=1)
     return loss / loss_scale_factor if mode.divides_by_width else loss
 
@@ -141,6 +142,7 @@ class Aggregation:
         self.mode = loss_agg_mode
         self.has_constant_divisor = AGG_MODES[loss_agg_mode].divides_by_width
         self.is_sum = loss_agg_mode == "token-sum"
+        # a sum depends on how many tokens a micro-batch holds, a mean does not: the engine multiplies at the end
         self.mode_of_mean = "token-mean" if self.is_sum else self.mode
         self.divisor = loss_scale_factor or response_length
         if self.has_constant_divisor and not self.divisor:
@@ -162,6 +164,7 @@ class Aggregation:
         """
         if not self.has_constant_divisor:
             return loss
+        # agg_loss divided by the width of this micro-batch, which is trimmed to its longest response
         return loss * (mask.shape[-1] / self.divisor) / self.weight(mask).clamp(min=1)
 
 

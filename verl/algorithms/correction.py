@@ -137,6 +137,7 @@ def importance_weights(
         weights = torch.where(is_valid, ratio.clamp(min=lower, max=upper), 0)
     else:
         raise ValueError(f"mode={mode!r} is no way to bound importance weights: use truncate or mask.")
+    # at the level of responses one number each: a long response must not count once a token
     ratios, units = (_units(x, is_valid, level) for x in (ratio, weights))
     if not len(units):
         return weights.to(old_log_prob.dtype), {}
@@ -205,11 +206,11 @@ def kept_tokens(
             ratio = importance_ratio(old_log_prob, rollout_log_prob, is_valid, level)
         else:
             lower, ratio = 0.0, divergence(old_log_prob, rollout_log_prob, is_valid, level)
-        keeps = keeps & (ratio >= lower) & (ratio <= upper)
+        keeps = keeps & (ratio >= lower) & (ratio <= upper)  # NaN fails both comparisons: it is rejected
         ratios = _units(ratio, is_valid, level)
         metrics["rollout_rs_ratio_fraction_high"] = (ratios > upper).double().mean()
         metrics["rollout_rs_ratio_fraction_low"] = (ratios < lower).double().mean()
-    has_tokens = is_valid.any(-1)
+    has_tokens = is_valid.any(-1)  # rows without a token are no responses, and in no share
     if veto is not None:
         catastrophic = (old_log_prob.double() - rollout_log_prob.double()).exp() < veto
         is_vetoed = (catastrophic & is_valid).any(-1)
@@ -262,7 +263,7 @@ def mismatch_metrics(rollout_log_probs: Tensor, actor_log_probs: Tensor) -> dict
         return {"training/rollout_probs_diff_valid": 0.0}
     rollout, actor = rollout_log_probs.double(), actor_log_probs.double()
     mu, pi = rollout.exp(), actor.exp()
-    difference = (mu - pi).abs()
+    difference = (mu - pi).abs()  # of probabilities, not of their logarithms: rare tokens differ much in these
     weights = (actor - rollout).clamp(-20, 20).exp()
     metrics = {
         "training/rollout_probs_diff_valid": 1.0,
@@ -274,6 +275,6 @@ def mismatch_metrics(rollout_log_probs: Tensor, actor_log_probs: Tensor) -> dict
         "rollout_corr/rollout_is_eff_sample_size": (weights.mean() ** 2 / (weights**2).mean()).item(),
     }
     correlation = torch.corrcoef(torch.stack([mu, pi]))[0, 1].item() if len(mu) > 1 else float("nan")
-    if correlation == correlation:
+    if correlation == correlation:  # NaN where mu or pi is constant
         metrics["training/rollout_actor_probs_pearson_corr"] = correlation
     return metrics

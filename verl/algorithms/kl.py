@@ -96,7 +96,7 @@ def kl_k2(logprob: Tensor, ref_logprob: Tensor) -> Tensor:
 )
 def kl_k3(logprob: Tensor, ref_logprob: Tensor) -> Tensor:
     """exp(-d) + d - 1, with the cuts that keep one outlier from deciding the batch."""
-    minus_d = (ref_logprob - logprob).clamp(-20, 20)
+    minus_d = (ref_logprob - logprob).clamp(-20, 20)  # exp(20) is half a billion: beyond, one token would be the loss
     return (torch.expm1(minus_d) - minus_d).clamp(max=10)
 
 
@@ -106,7 +106,7 @@ def _straight_through(estimate: Callable[[Tensor, Tensor], Tensor]) -> Callable[
         return kl_k2
 
     def with_gradient_of_k2(logprob: Tensor, ref_logprob: Tensor) -> Tensor:
-        guide = kl_k2(logprob, ref_logprob)
+        guide = kl_k2(logprob, ref_logprob)  # minus itself detached: adds 0 to the value, all to the gradient
         return estimate(logprob, ref_logprob).detach() + (guide - guide.detach())
 
     return with_gradient_of_k2
@@ -151,9 +151,10 @@ def kl_full(logits: Tensor, ref_logits: Tensor) -> Tensor:
             f"kl_penalty=full of tensors {tuple(logits.shape)} and {tuple(ref_logits.shape)}: the KL is a sum over the "
             "vocabulary, so both must be logits (B, R, V). For the log-probs of sampled tokens (B, R) use low_var_kl."
         )
-    wide = torch.promote_types(logits.dtype, torch.float32)
+    wide = torch.promote_types(logits.dtype, torch.float32)  # bf16 sums over 100,000 words lose the KL itself
     log_p, log_q = logits.log_softmax(-1, dtype=wide), ref_logits.log_softmax(-1, dtype=wide)
     p = log_p.exp()
+    # where p is 0 the logarithm may be -inf, and 0 * inf is NaN
     return (p * torch.where(p > 0, log_p - log_q, 0.0)).sum(-1)
 
 
@@ -207,6 +208,7 @@ class AdaptiveKLController:
 
     def update(self, current_kl: float, n_steps: int) -> None:
         """Move after ``n_steps`` samples whose mean KL was ``current_kl``."""
+        # bounded, so that one odd batch cannot throw the coefficient off
         error = min(max(float(current_kl) / self.target - 1, -0.2), 0.2)
         self.value *= 1 + error * n_steps / self.horizon
 

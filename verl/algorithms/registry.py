@@ -85,7 +85,7 @@ class Registry(MutableMapping[str, T]):
 
         def file(entry: T) -> T:
             for name in map(_plain, names):
-                known = self._entries.get(name, entry)
+                known = self._entries.get(name, entry)  # of a name that is free: the entry itself
                 if _is_verls(known) and not _is_verls(entry):
                     logger.warning("%s: %r is %s from now on, not verl's own.", self.key, name, _place(entry))
                     self._about.pop(name, None)

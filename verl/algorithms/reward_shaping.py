@@ -54,6 +54,7 @@ class Moments(NamedTuple):
         size = self.size + other.size
         if not size:
             return self
+        # not sums of squares: these cancel where the mean is far larger than the spread
         d = other.mean - self.mean
         m2 = self.m2 + other.m2 + d * d * self.size * other.size / size
         return Moments(size, self.mean + d * other.size / size, m2)
@@ -132,6 +133,7 @@ def centre_and_spread(
         return scores.new_tensor([one.mean for one in seen]), scores.new_tensor([one.std for one in seen])
 
     centre, spread = over(mean)[0], over(std)[1]
+    # equal scores have a std of rounding errors, by which nothing must be divided
     return centre, torch.where(spread > SMALLEST_STD, spread + epsilon, 1.0)
 
 
@@ -192,9 +194,11 @@ def rescore(token_level_scores: Tensor, response_mask: Tensor, scores: Tensor, s
     """
     rewards = token_level_scores * scale.to(token_level_scores.dtype).unsqueeze(-1)
     width = rewards.shape[-1]
+    # the rest in float64, so that a score that is not changed stays the same to the last bit
     rest = scores.double() - rewards.sum(-1, dtype=torch.float64)
     rows = (response_mask != 0).any(-1).nonzero().squeeze(-1)
     if len(rows):
+        # the last one of the mask, not the last token: tool output may follow
         last = width - 1 - (response_mask[rows] != 0).flip(-1).byte().argmax(-1)
         rewards[rows, last] = (rewards[rows, last] + rest[rows]).to(rewards.dtype)
     return rewards
@@ -219,6 +223,7 @@ def onto_sampled_tokens(token_level_rewards: Tensor, response_mask: Tensor) -> T
     if not ((token_level_rewards != 0) & ~is_own & has_own).any():
         return token_level_rewards
     place = torch.arange(is_own.shape[1], device=is_own.device).expand(is_own.shape)
+    # the nearest sampled token at or before each place, -1 where there is none
     before = torch.where(is_own, place, -1).cummax(-1).values
     first = is_own.byte().argmax(-1, keepdim=True)
     target = torch.where(has_own, torch.where(before < 0, first, before), place)
@@ -254,7 +259,7 @@ def clip_scores(scores: Tensor, bound: float, low: float | None = None) -> tuple
 )
 def clip_tokens(x: Tensor, response_mask: Tensor, bound: float) -> tuple[Tensor, float]:
     """Token rewards or advantages (B, R) within [-bound, bound], and the share of unmasked tokens this changed."""
-    clipped = x.clamp(-bound, bound)
+    clipped = x.clamp(-bound, bound)  # masked positions, too: they are zero
     is_token = response_mask != 0
     changed = ((clipped != x) & is_token).sum() / is_token.sum().clamp(min=1)
     return clipped, changed.item()

@@ -32,6 +32,7 @@ class ValidTokens:
         self.lengths = mask.sum(-1).long()
         self.total = int(self.lengths.sum())
 
+        # rows without a token have no block; all index arithmetic is by block, 64 times less than by token
         num_blocks = (self.lengths + BLOCK - 1) // BLOCK
         end_block = num_blocks.cumsum(0)
         self.row = torch.repeat_interleave(num_blocks)
@@ -41,6 +42,7 @@ class ValidTokens:
         ones_in_last = (self.lengths - (num_blocks - 1) * BLOCK)[is_used]
         self.gap = torch.arange(BLOCK, device=mask.device) >= ones_in_last.unsqueeze(-1)
 
+        # where a row's tokens are its first ones, whole blocks are copied from here, which is far faster than an index
         self.blocks_per_row = -(-mask.shape[-1] // BLOCK)
         self.source = self.row * self.blocks_per_row + self.block_in_row
         self.valid_positions = self.packed_positions = None
@@ -97,6 +99,7 @@ class ValidTokens:
 
         Inside blocks by one matrix product; the heads of a row's blocks are a shorter row, summed in the same way.
         """
+        # a loop over tokens would take thousands of tiny steps; the powers of decay inside a block stay accurate
         blocks = flat.view(-1, BLOCK) @ _decays(BLOCK, decay, flat)
         heads = flat.new_zeros(self.shape[0] * (self.blocks_per_row + 1))
         here = self.row * (self.blocks_per_row + 1) + self.block_in_row
@@ -106,7 +109,7 @@ class ValidTokens:
 
     def prefix_sum(self, flat: Tensor) -> Tensor:
         """y_t = x_t + y_(t-1) along each row, in float64; gaps are zero. Gaps must hold zeros."""
-        sums = flat.double().cumsum(0)
+        sums = flat.double().cumsum(0)  # over all rows: what came before each row's block is taken off again
         before = torch.cat([sums.new_zeros(1), sums[BLOCK - 1 :: BLOCK][:-1]])  # each block
         starts = (torch.arange(len(self.row), device=flat.device) - self.block_in_row).unsqueeze(-1)
         return self.clear_gaps((sums.view(-1, BLOCK) - before[starts]).view(-1))
@@ -166,7 +169,7 @@ def valid_tokens(mask: Tensor) -> ValidTokens | PaddedTokens:
 def discounted_suffix_sum(x: Tensor, decay: float) -> Tensor:
     """y_t = x_t + decay * y_(t+1) along the last dim of a dense (B, n), in O(log n) matrix products."""
     num_rows, n = x.shape
-    if n <= 2 * BLOCK:
+    if n <= 2 * BLOCK:  # one product is cheaper than to split
         return x @ _decays(n, decay, x)
     blocks = _blocks(x) @ _decays(BLOCK, decay, x)
     heads = blocks[:, 0].reshape(num_rows, -1)
@@ -195,6 +198,7 @@ def _blocks(x: Tensor) -> Tensor:
 def _decays(n: int, decay: float, like: Tensor) -> Tensor:
     """(n, n) matrix with decay^(j - k) at [j, k] for j >= k: a row vector times it is that row's suffix sum."""
     steps = torch.arange(n, device=like.device)
+    # no negative exponents: of decay 0 they would be infinite
     distance = (steps[:, None] - steps[None, :]).clamp(min=0)
     return torch.tril(_power(decay, distance)).to(like.dtype)
 
@@ -205,4 +209,5 @@ def _powers(n: int, decay: float, like: Tensor) -> Tensor:
 
 
 def _power(decay: float, exponents: Tensor) -> Tensor:
+    # float64: float32 loses digits of decay^64 for a decay near 1
     return torch.full_like(exponents, decay, dtype=torch.float64) ** exponents

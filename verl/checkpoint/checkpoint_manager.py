@@ -159,8 +159,9 @@ def leads_its_disk(folder: Path, group: dist.ProcessGroup | None = None) -> bool
 
 def publish(staged: Path, final: Path) -> None:
     """Give ``staged`` its name, once everything in it is on the disk; what had the name is deleted."""
-    for path in (*staged.rglob("*"), staged):
+    for path in (*staged.rglob("*"), staged):  # folders, too: their entries are data of their own
         _flush(path)
+    # two renames and no deletion between them: at every moment one whole checkpoint can be found again
     replaced = _replaced(final)
     if final.exists():
         shutil.rmtree(replaced, ignore_errors=True)
@@ -237,6 +238,7 @@ class CheckpointManager:
         """
         self.finish_saving()
         final = Path(local_path).expanduser()
+        # all ranks at once from here: each collective below has its partner on every other rank
         staged, is_publisher = begin(final)
         place = self.engine.topology
         later: list[tuple[Any, Path]] = []

@@ -70,6 +70,7 @@ class _HeldModel:
         self.module, self.optimizer, self.schedule = model, optimizer, schedule
         self.topology = SimpleNamespace(rank=get_rank(), world_size=get_world_size())
         self.device = next(model.parameters()).device
+        # never that of an engine of ours, whose files are cut otherwise
         self.layout = f"own {type(model).__name__}"
 
     def state(self, parts: Sequence[str]) -> dict[str, Any]:

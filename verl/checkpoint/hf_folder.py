@@ -25,7 +25,7 @@ def write_config(module: Any, folder: Path, dtype: torch.dtype, tokenizer: Any =
         generates: whether the model has a language model's head.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    config = copy.deepcopy(module.config)
+    config = copy.deepcopy(module.config)  # the running model's stays as it is
     config.architectures = [type(module).__name__.removeprefix("FSDP")]
     config.dtype = dtype
     config.save_pretrained(folder)
@@ -66,6 +66,7 @@ def write_safetensors(weights: Iterable[tuple[str, Tensor]], folder: Path, is_wr
     if not is_writer:
         return
     flush()
+    # names tell how many there are, which is known only now
     if len(files) == 1:
         next(iter(files)).rename(folder / _WHOLE)
         return

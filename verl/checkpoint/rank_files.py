@@ -101,6 +101,7 @@ def open_file(path: Path, mmap: bool = False) -> Any:
             f"checkpoint file {path} does not exist, and its folder has {_shown(path.parent)}. {way_back(path.parent)}"
         )
     try:
+        # weights_only: a checkpoint may come from elsewhere, and a full unpickling runs its code
         with _quiet_meshes():
             return torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
     except (RuntimeError, EOFError, ValueError, pickle.UnpicklingError) as error:
@@ -161,6 +162,7 @@ def write_file(content: Any, path: Path) -> None:
     with full_disk_is_said(path, num_bytes(content)), open(path, "wb") as file:
         torch.save(content, file)
         file.flush()
+        # to the disk: the folder gets its name only when everything in it would survive a power cut
         os.fsync(file.fileno())
 
 
@@ -170,6 +172,7 @@ def full_disk_is_said(path: Path, needed: int) -> Iterator[None]:
     try:
         yield
     except (OSError, RuntimeError, SafetensorError) as error:
+        # some writers report a full disk as a plain error: then the free space tells
         free = shutil.disk_usage(path.parent).free
         if not _says_full(error) and free >= needed:
             raise

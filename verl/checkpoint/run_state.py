@@ -184,7 +184,7 @@ def write_atomic(target: Path, write: Any) -> None:
     """Let ``write(path)`` fill a file next to ``target`` and put it in place whole."""
     part = target.with_name(target.name + ".part")
     write(part)
-    with open(part, "rb") as file:
+    with open(part, "rb") as file:  # to the disk before the name: else a crash could leave an empty file under it
         os.fsync(file.fileno())
     os.replace(part, target)
 
@@ -233,7 +233,7 @@ def _download(source: str, local_root: str, step: int) -> Path:
         shutil.rmtree(partial, ignore_errors=True)
         partial.parent.mkdir(parents=True, exist_ok=True)
         fs.copy(source, str(partial))
-        partial.rename(folder)
+        partial.rename(folder)  # under its name only when it is whole
     return folder
 
 

@@ -60,7 +60,7 @@ def join(pieces: Sequence[Piece | None], name: str = "tensor") -> Any:
     if isinstance(first, Tensor):
         _check_same(name, "shape", {rank: tuple(piece.shape) for rank, piece in held})
         return first.clone()
-    return first
+    return first  # a number or text: the same on all ranks
 
 
 def _join_flat(held: list[tuple[int, Any]], name: str) -> Tensor:
@@ -70,7 +70,7 @@ def _join_flat(held: list[tuple[int, Any]], name: str) -> Tensor:
     written: dict[int, int] = {}
     for _, piece in held:
         start, count = piece["start"], piece["flat"].numel()
-        if count and written.get(start, 0) < count:
+        if count and written.get(start, 0) < count:  # a replica brings the same numbers again
             whole[start : start + count] = piece["flat"]
             written[start] = count
     _check_covered(name, sum(written.values()), whole.numel())
@@ -238,6 +238,7 @@ class FromRankZero(Mapping[str, Tensor]):
     def __getitem__(self, name: str) -> Tensor:
         shape, dtype = self._metadata[name]
         mine = self._tensors.get(name)
+        # broadcast one at a time: a whole model in host memory of every rank would not fit
         tensor = torch.empty(shape, dtype=dtype) if mine is None else mine.detach().cpu().contiguous()
         if get_world_size() > 1:
             dist.broadcast(tensor, src=0)

@@ -178,6 +178,7 @@ def merge(source: Source, target_dir: str | os.PathLike, dtype: torch.dtype | No
         RuntimeError: if the folder does not read back as it was written.
     """
     dtype, target = dtype or source.source_dtype(), Path(target_dir).expanduser()
+    # written next to it: a merge that is cut off leaves no folder that looks whole
     staged = target.with_name(f"{target.name}.partial")
     shutil.rmtree(staged, ignore_errors=True)
     staged.mkdir(parents=True)
@@ -205,7 +206,7 @@ def _copy_config(model_dir: Path, folder: Path, dtype: torch.dtype) -> None:
         if path.is_file() and not is_weight_file(path):
             shutil.copy(path, folder / path.name)
     config = json.loads((folder / "config.json").read_text())
-    config.pop("torch_dtype", None)
+    config.pop("torch_dtype", None)  # its older name; two of them could disagree
     config["dtype"] = str(dtype).removeprefix("torch.")
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
 
@@ -253,6 +254,7 @@ def _difference(name: str, ours: Tensor, theirs: Tensor) -> list[str]:
         return [f"{name}: shape {tuple(ours.shape)}, there {tuple(theirs.shape)}"]
     if not theirs.is_floating_point():
         return [] if torch.equal(ours, theirs) else [f"{name}: other numbers"]
+    # saved in one precision and merged in another: the coarser one decides
     rounding = max(torch.finfo(dtype).eps for dtype in (ours.dtype, theirs.dtype))
     ours, theirs = ours.float(), theirs.float()
     allowed = rounding * theirs.abs().max() if theirs.numel() else 0.0

@@ -49,6 +49,7 @@ def check_reward_model(config: Any, tokenizer: Any) -> None:
             "policy's tokenizer, so that texts are written in the reward model's own tokens."
         )
     longest = rollout.prompt_length + rollout.response_length
+    # a model without positions of its own (such as a state space model) takes any length
     positions = getattr(text, "max_position_embeddings", None) or longest
     if positions < longest:
         raise ValueError(

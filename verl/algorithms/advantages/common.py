@@ -63,6 +63,7 @@ class Groups:
 
     def __init__(self, index: np.ndarray | Tensor | Sequence, device: torch.device):
         ids: dict[Any, int] = {}
+        # ids may be strings, numbers or tuples: compared as Python compares them
         index = index.tolist() if hasattr(index, "tolist") else index
         self.group = torch.tensor([ids.setdefault(i, len(ids)) for i in index], dtype=torch.long, device=device)
         self.num_groups = len(ids)
@@ -116,7 +117,7 @@ def whiten(flat: Tensor, tokens: ValidTokens) -> Tensor:
 
     One token alone, or equal ones, become zero: there is nothing to tell them apart.
     """
-    mean = flat.sum(dtype=torch.float64) / max(tokens.total, 1)
+    mean = flat.sum(dtype=torch.float64) / max(tokens.total, 1)  # over gaps too, which hold zeros
     centred = tokens.clear_gaps(flat - mean)
     variance = centred.square().sum() / max(tokens.total - 1, 1)
     return centred * torch.rsqrt(variance + 1e-8)
@@ -124,7 +125,7 @@ def whiten(flat: Tensor, tokens: ValidTokens) -> Tensor:
 
 def require_finite(name: str, x: Tensor, block_rows: Tensor | None = None) -> None:
     """Refuse NaN and infinity; ``x`` has one entry a row, or is packed with ``block_rows`` naming each block's row."""
-    if x.sum().isfinite():
+    if x.sum().isfinite():  # one reduction in the usual case; NaN and infinity survive a sum
         return
     bad = (~x.isfinite()).nonzero().squeeze(-1)
     if len(bad) == 0:  # finite numbers whose sum overflows
@@ -180,6 +181,7 @@ def find_turns(token_level_rewards: Tensor, response_mask: Tensor) -> Turns:
     """
     tokens, is_own = ValidTokens(response_mask), response_mask != 0
     rewards = pack_finite("token_level_rewards", token_level_rewards, tokens)
+    # a turn begins at each valid token whose left neighbour is none
     begins = is_own.clone()
     begins[:, 1:] &= ~is_own[:, :-1]
     begins = tokens.pack(begins)

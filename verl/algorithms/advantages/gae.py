@@ -50,8 +50,9 @@ def compute_gae_advantage_return(
     tokens = ValidTokens(response_mask)
     r = pack_finite("token_level_rewards", token_level_rewards, tokens)
     v = pack_finite("values", values, tokens)
+    # packed: the token after a tool's output follows the one before it, and the last value of a row is followed by 0
     delta = r + gamma * tokens.next(v) - v
     advantages = tokens.suffix_sum(delta, gamma * lam)
-    returns = advantages + v
+    returns = advantages + v  # before whitening: the critic learns rewards, not their scale
     advantages = whiten(advantages, tokens) if whiten_advantages else advantages
     return tokens.unpack(advantages), tokens.unpack(returns)

@@ -69,6 +69,7 @@ def compute_optimal_token_baseline_advantage(
         sums = flat.new_zeros(groups.num_groups * tokens.blocks_per_row, BLOCK)
         return sums.index_add_(0, block, flat.view(-1, BLOCK)).index_select(0, block).view(-1)
 
+    # the sum so far stays in float64: it grows along the response, and its terms do not
     weight = tokens.prefix_sum(tokens.clear_gaps(energy))
     baseline = over_group(weight * returns) / (over_group(weight) + epsilon)
     has_baseline = ~tokens.repeat(groups.is_alone)

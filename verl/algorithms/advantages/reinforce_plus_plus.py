@@ -97,6 +97,7 @@ def compute_reinforce_plus_plus_baseline_outcome_advantage(
     """
     scores, groups = outcome_scores(token_level_rewards), Groups(index, token_level_rewards.device)
     tokens = ValidTokens(response_mask)
+    # spread before whitening: its mean and variance are over tokens, so long responses count more
     advantages = tokens.repeat(groups.centred(scores).to(token_level_rewards.dtype))
     advantages = tokens.unpack(whiten(advantages, tokens) if whiten_advantages else advantages)
     return advantages, advantages

@@ -38,6 +38,7 @@ def compute_remax_outcome_advantage(
     """
     tokens = ValidTokens(response_mask)
     r = pack_finite("token_level_rewards", token_level_rewards, tokens)
+    # one number a row: not masked, so not checked by packing
     require_finite("reward_baselines", reward_baselines)
     returns = tokens.suffix_sum(r, 1.0)
     return tokens.unpack(returns - tokens.repeat(reward_baselines.to(returns))), tokens.unpack(returns)

@@ -55,6 +55,7 @@ def compute_rloo_outcome_advantage(
     """
     scores, groups = outcome_scores(token_level_rewards), Groups(index, token_level_rewards.device)
     n = groups.sizes
+    # the mean without oneself, from the mean with oneself: no second sum over the group
     advantages = (scores - groups.mean(scores)) * n / (n - 1).clamp(min=1)
     advantages = torch.where(groups.is_alone, scores, advantages)
     return for_each_token(advantages, token_level_rewards, response_mask)

@@ -121,6 +121,7 @@ class PPOLoss:
         """
         if self.want_full_kl != gather.has_reference:
             raise RuntimeError("a loss with want_full_kl needs a reference, and no other loss reads one")
+        # before the mini-batch is split: both compare tokens or responses of all of it, over all ranks
         if self._choice is not None:
             batch = self._with_selected_tokens(batch, gather)
         if self.weighs_responses:
@@ -135,9 +136,10 @@ class PPOLoss:
         columns = [old.values, log_probs.values, batch.ragged("advantages").values]
         is_valid = batch.ragged("response_mask").values.bool()
         values = torch.stack([column[is_valid].cpu().float() for column in columns])
+        # on the host and in fp32, as the values were compared
         selected = torch.zeros(len(is_valid))
         selected[is_valid.cpu()] = gather.apply(self.choose, values).float()
-        batch = batch.select(deepcopy=False)
+        batch = batch.select(deepcopy=False)  # the caller's batch stays as it is
         batch.put("selected_tokens", log_probs.like(selected))
         return batch
 
@@ -181,6 +183,7 @@ class PPOLoss:
             arguments: dict[str, Any] = {name: named[name] for name in self.arguments}
             arguments |= {name: micro[name] for name in self.extra_columns if name in micro}
             if self.weighs_responses:
+                # the loss multiplies its tokens by these: so responses are weighed without a change of any loss
                 arguments["rollout_is_weights"] = arguments.get("rollout_is_weights", 1) * micro["response_weights"]
             result = self.policy_loss(**arguments)
         else:
@@ -198,6 +201,7 @@ class PPOLoss:
             loss = loss + self.config.kl_loss_coef * kl
             metrics["actor/kl_loss"] = kl.detach()
             metrics["actor/kl_coef"] = self.config.kl_loss_coef
+        # entropy and imitation come after: the coefficient is that of the policy loss and its KL alone
         loss = loss * self.config.rl_loss_coef
         if self.want_entropy:
             entropy = mean(out.entropy)
@@ -273,7 +277,9 @@ def response_weights(lengths: Tensor, difficulty: Tensor | None = None, by_lengt
         weights = weights * (0.5 + 1.5 * difficulty.float().clamp(0, 1))
     if by_length:
         own = lengths[is_response].float()
-        span = (own.max() - own.min()).clamp(min=1)
+        span = (own.max() - own.min()).clamp(
+            min=1
+        )  # equal lengths: the factor is 3/2 for all, and the mean takes it off
         weights = weights * (1.5 - (lengths.float() - own.min()) / span)
     return torch.where(is_response, weights / weights[is_response].mean(), 0)
 

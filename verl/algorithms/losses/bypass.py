@@ -59,6 +59,7 @@ def packed_ratio(x: LossInputs, level: str) -> Tensor:
     """`importance_ratio` of each token, packed."""
     if level == "token":
         return x.ratio
+    # cut after the sum over the response, as `importance_ratio` does; `ratio` cuts each token
     d = x.difference
     per_row = x.row_sum(d) if level == "sequence" else x.row_mean(d)
     return x.to_tokens(per_row.clamp(-20, 20).exp())

@@ -34,6 +34,7 @@ def choose_clip_cov(old_log_prob: Tensor, log_prob: Tensor, advantages: Tensor, 
     is_clipped = -advantages * ratio.clamp(1 - low, 1 + high) > -advantages * ratio
     is_candidate = (cov > options.clip_cov_lb) & (cov < options.clip_cov_ub) & ~is_clipped
     candidates = is_candidate.nonzero().squeeze(-1)
+    # of all tokens, not of the candidates: the share says how much of the batch may lose its gradient
     count = min(max(int(options.clip_cov_ratio * len(log_prob)), 1), len(candidates))
     digits = old_log_prob[candidates].float().contiguous().view(torch.int32).long()
     # a hash of the digits in place of a generator, which would depend on the order of tokens

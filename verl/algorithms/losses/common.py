@@ -111,7 +111,7 @@ class LossInputs:
         self.valid_tokens = valid_tokens(response_mask)
         self.width = response_mask.shape[-1]
         self._response_mask = response_mask
-        self.log_prob = self.valid_tokens.pack(log_prob)
+        self.log_prob = self.valid_tokens.pack(log_prob)  # the only one that keeps its gradient
         self.old_log_prob = self._constant(old_log_prob)
         self.advantages = self._constant(advantages)
         self.rollout_is_weights = self._constant(rollout_is_weights)
@@ -186,6 +186,7 @@ class LossInputs:
 
     def aggregate(self, token: TokenLoss) -> tuple[Tensor, dict[str, Tensor]]:
         """Aggregate as ``loss_agg_mode`` says; returns the loss and the usual metrics."""
+        # weights multiply the loss and not the advantage: bounds are decided without them
         losses, weights = token.losses, self.rollout_is_weights if token.weights is None else token.weights
         if weights is not None:
             losses = losses * weights
@@ -244,6 +245,7 @@ def builtin_policy_loss(
             x = LossInputs(names[0], **arguments.arguments)
             return x.aggregate(equation(x))
 
+        # engines read the signature to learn which columns a loss needs; that of the equation is (x)
         wrapper: Any = update_wrapper(policy_loss, equation)
         del wrapper.__wrapped__, wrapper.__annotations__
         wrapper.__signature__ = signature

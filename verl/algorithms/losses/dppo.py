@@ -52,6 +52,7 @@ def compute_policy_loss_dppo_kl(x: LossInputs) -> TokenLoss:
     """
     low, high = x.clip_range
     old, new = x.old_log_prob.exp(), x.log_prob.detach().exp()
+    # 1e-8: a token of probability 1 leaves nothing to the others
     rest = (1 - old) * torch.log((1 - old + 1e-8) / (1 - new + 1e-8))
     divergence = old * (x.old_log_prob - x.log_prob.detach()) + rest
     is_held = torch.where(x.advantages > 0, (divergence > high) & (new > old), (divergence > low) & (new < old))

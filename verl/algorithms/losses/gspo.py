@@ -31,6 +31,7 @@ def compute_policy_loss_gspo(x: LossInputs) -> TokenLoss:
     Source: Zheng et al. 2025, equations 5, 7 and 13 (arXiv:2507.18071).
     """
     low, high = x.clip_range
+    # `difference`, not `log_ratio`: cutting each token at +-20 would change the mean over the response
     ratio = x.to_tokens(x.row_mean(x.difference).clamp(max=10).exp())
     free = -x.advantages * ratio
     bounded = -x.advantages * ratio.clamp(1 - low, 1 + high)

@@ -25,6 +25,7 @@ def compute_policy_loss_kimi15(x: LossInputs) -> TokenLoss:
 
     Source: Kimi k1.5, 2025, equation 3 (arXiv:2501.12599).
     """
+    # uncut, as its square must pull back whatever the distance
     pull = x.config.policy_loss.kimi15_tau * x.to_tokens(x.row_sum(x.difference))
     value = -x.advantages * x.log_prob.detach() + pull / 2 * x.difference
     return TokenLoss(x.with_gradient(value, dloss_dlogp=pull - x.advantages))

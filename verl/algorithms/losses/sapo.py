@@ -32,5 +32,6 @@ def compute_policy_loss_sapo(x: LossInputs) -> TokenLoss:
     config = x.config
     tau = torch.full_like(x.ratio, config.tau_neg).masked_fill_(x.advantages > 0, config.tau_pos)
     gate = torch.sigmoid(tau * (x.ratio - 1))
+    # d sigmoid = gate (1 - gate), times d w / d log pi = w; tau cancels against 4 / tau
     dloss_dlogp = -4 * gate * (1 - gate) * x.ratio * x.advantages
     return TokenLoss(x.with_gradient(-4 / tau * gate * x.advantages, dloss_dlogp))

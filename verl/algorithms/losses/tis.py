@@ -26,6 +26,7 @@ def compute_policy_loss_tis(x: LossInputs) -> TokenLoss:
     """
     options = x.config.policy_loss
     low, high = options.tis_lower_bound, options.tis_upper_bound
+    # gaps have ratio 1, which bounds may exclude: `is_valid` keeps them out of the clip fractions
     ratio = (x.log_prob.detach() - x.columns["rollout_log_probs"]).clamp(-20, 20).exp()
     losses = -ratio.clamp(low, high) * x.advantages * x.log_prob
     return TokenLoss(losses, x.is_valid & (ratio > high), x.is_valid & (ratio < low))

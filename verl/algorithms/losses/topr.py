@@ -32,6 +32,7 @@ def compute_policy_loss_topr(x: LossInputs) -> TokenLoss:
         log_ratio = x.to_tokens(x.row_sum(x.difference))
     else:
         log_ratio = x.log_ratio
+    # per response, then spread: a response's tokens succeed or fail together
     is_success = x.to_tokens((x.row_sum(x.columns["token_level_scores"]) > 0).to(log_ratio)) > 0
     taper = options.topr_neg_weight * log_ratio.clamp(max=0).exp()
     weight = torch.where(is_success, options.topr_pos_weight, taper)

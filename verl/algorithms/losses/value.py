@@ -52,7 +52,7 @@ def compute_value_loss(
         is_clipped = clipped_error.abs() > error.abs()
         losses = 0.5 * torch.maximum(error.square(), clipped_error.square())
         slope = error * ~is_clipped
-    losses = losses + slope * (v - v.detach())
+    losses = losses + slope * (v - v.detach())  # adds 0 to the value, the slope to the gradient
     loss = agg_rows(tokens.row_sum(losses), tokens.lengths, loss_agg_mode, response_mask.shape[-1])
     return loss, tokens.mean(is_clipped)
 

@@ -78,6 +78,7 @@ def call(
     """
     extra = dict(reward_kwargs or {})
     if isinstance(function, SandboxedFunction):
+        # the same processes with shorter limits: a trial must not wait as long as a step
         seconds = [min(timeout_s, own) for own in (function.timeout_s, function.batch_timeout_s)]
         function = SandboxedFunction(function.pool, *seconds)
     if is_batch:
@@ -230,6 +231,7 @@ class BySource:
             function = self.function_for(sample.data_source)
             parts.setdefault(id(function), (function, []))[1].append(i)
         results: list[Any] = [None] * len(samples)
+        # each function waits for its own processes: one thread a function keeps them all busy
         with ThreadPoolExecutor(max(1, len(parts))) as threads:
             done = [
                 (rows, threads.submit(call, function, [samples[i] for i in rows])) for function, rows in parts.values()

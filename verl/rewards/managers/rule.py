@@ -244,6 +244,7 @@ class RuleRewardManager(AbstractRewardManager):
                 self.num_errors += 1
                 if self.max_errors is not None and self.num_errors > self.max_errors:
                     raise RewardError(self._describe(i, samples[i], result, _in_words(data), with_way_out=True))
+            # 0 for now: what a failure gets is decided below, once all are known
             scores.append(result.score if isinstance(result, Scored) else 0.0)
             for name, value in (isinstance(result, Scored) and result.columns or {}).items():
                 columns.setdefault(name, [None] * len(samples))[i] = value
@@ -329,6 +330,7 @@ def place_on_last_token(scores: Sequence[float], responses: Ragged) -> Tensor:
     """(B, R) float32: the score on the last token of each response; of an empty response, on its first place."""
     layout = responses.layout
     rewards = torch.zeros(len(scores), layout.width, dtype=torch.float32)
+    # an empty response has no last token: its score goes to the first place, for sums over rows to be right
     last = (layout.starts + layout.lengths - 1).clamp(min=0)
     rewards[torch.arange(len(scores)), last.cpu()] = torch.tensor(scores, dtype=torch.float32)
     return rewards

@@ -185,6 +185,7 @@ def without_failed(data: DataProto, on_error: str) -> Iterator[None]:
     if on_error == "zero_and_count" or not failed.any():
         yield
         return
+    # the mask for good, the uid for the block only: later steps find the row's prompt again
     mask = data.ragged("response_mask")
     keep = torch.from_numpy(~failed).to(mask.values.device).repeat_interleave(mask.layout.lengths)
     data.put("response_mask", Ragged(mask.values * keep.to(mask.values.dtype), mask.layout))
@@ -207,7 +208,7 @@ def _check(rewards: Any, data: DataProto, manager: str) -> None:
             f"Reward manager {manager} returned {kind} for {len(data)} responses: it must be a tensor of shape "
             f"{shape}, one row per response and one column per response token."
         )
-    if not torch.isfinite(rewards.sum()):
+    if not torch.isfinite(rewards.sum()):  # one reduction; the rows are looked for only where it fails
         rows = (~torch.isfinite(rewards)).any(-1).nonzero()[:, 0].tolist()
         raise ValueError(f"Reward manager {manager} returned rewards that are not finite, in rows {rows[:10]}.")
 

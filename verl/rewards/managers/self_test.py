@@ -31,11 +31,8 @@ class Report:
     alarms: tuple[str, ...]
 
     def __str__(self) -> str:
-        numbers = [
-            f"{name} {value:.3g}"
-            for name, value in (("known-good answers", self.known_good), ("known-bad answers", self.known_bad))
-            if value is not None
-        ]
+        means = {"known-good answers": self.known_good, "known-bad answers": self.known_bad}
+        numbers = [f"{name} {value:.3g}" for name, value in means.items() if value is not None]
         tried = f"; {', '.join(numbers)} in {self.calls} calls, {self.seconds:.2f} s" if numbers else ""
         is_built_in = self.function == name_of(default_compute_score)
         return ("built-in rules" if is_built_in else f"{self.function}{self.signature}") + tried
@@ -63,44 +60,33 @@ def self_test(
     """
     by_source: dict[Any, list[TrialRow]] = {}
     for number, row in enumerate(rows):
-        by_source.setdefault(row.get(reward_fn_key), []).append(_row(number, row, reward_fn_key))
+        source, goal, info = (row.get(name) for name in (reward_fn_key, "reward_model", "extra_info"))
+        truth = goal.get("ground_truth") if isinstance(goal, Mapping) else None
+        info = info if isinstance(info, Mapping) else {}
+        by_source.setdefault(source, []).append(TrialRow(f"row {number}", source, truth, info))
     trials: list[Trial] = []
     for source, part in by_source.items():
         left = seconds - sum(trial.seconds for trial in trials)
         if left <= 0:
             break
-        trials.append(
-            try_function(
-                function,
-                source,
-                part,
-                is_batch=is_batch,
-                timeout_s=timeout_s,
-                seconds=left,
-                reward_kwargs=reward_kwargs,
-            )
-        )
-    names = ", ".join(map(name_of, functions_of(function)))
+        options: dict[str, Any] = {"is_batch": is_batch, "timeout_s": timeout_s, "reward_kwargs": reward_kwargs}
+        trials.append(try_function(function, source, part, seconds=left, **options))
+    try:
+        signature = "" if isinstance(function, BySource) else str(inspect.signature(function))
+    except (TypeError, ValueError):  # builtins may not tell
+        signature = "(...)"
+    known_good = [score for trial in trials for score in trial.known_good]
+    known_bad = [score for trial in trials for score in trial.known_bad]
     return Report(
-        names,
-        "" if isinstance(function, BySource) else signature_text(function),
+        ", ".join(map(name_of, functions_of(function))),
+        signature,
         sum(trial.tried for trial in trials),
         sum(trial.calls for trial in trials),
         sum(trial.seconds for trial in trials),
-        _mean([score for trial in trials for score in trial.known_good]),
-        _mean([score for trial in trials for score in trial.known_bad]),
-        tuple(alarm for trial in trials for alarm in [_alarm(trial)] if alarm),
+        mean(known_good) if known_good else None,
+        mean(known_bad) if known_bad else None,
+        tuple(alarm for trial in trials if (alarm := _alarm(trial))),
     )
-
-
-def _row(number: int, row: Mapping[str, Any], key: str) -> TrialRow:
-    goal, info = row.get("reward_model"), row.get("extra_info")
-    truth = goal.get("ground_truth") if isinstance(goal, Mapping) else None
-    return TrialRow(f"row {number}", row.get(key), truth, info if isinstance(info, Mapping) else {})
-
-
-def _mean(scores: list[float]) -> float | None:
-    return mean(scores) if scores else None
 
 
 def _alarm(trial: Trial) -> str | None:
@@ -144,11 +130,3 @@ def try_reward_function(config: Any, reward_fn: Any, dataset: Any) -> Report | N
             "go on all the same with reward_model.self_test=warn."
         )
     return report
-
-
-def signature_text(function: Any) -> str:
-    """Name and parameters, as far as the function tells."""
-    try:
-        return str(inspect.signature(function))
-    except (TypeError, ValueError):
-        return "(...)"

@@ -98,6 +98,7 @@ def _entry(data_source: str) -> str | None:
     path = SOURCES.get(data_source)
     if path is not None or not isinstance(data_source, str):
         return path
+    # the longest pattern is the most particular
     families = (name for name in SOURCES if name.endswith("*") and data_source.startswith(name[:-1]))
     return SOURCES.get(max(families, key=len, default=""))
 
@@ -159,6 +160,7 @@ def default_compute_score(
         "memory_limit_mb": memory_limit_mb,
     }
     named = {name: value for name, value in offered.items() if name in parameters}
+    # a rule names its two texts as it likes: they are the first parameters that are not offered by name
     first, second = [name for name in parameters if name not in offered][:2]
     return scorer(**{first: solution_str, second: ground_truth}, **named)
 

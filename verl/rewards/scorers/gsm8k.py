@@ -19,6 +19,7 @@ def extract_solution(solution_str: str, method: str = "strict") -> str | None:
     if method == "strict":
         found = _MARKED.findall(tail)
     elif method == "flexible":
+        # not a lone full stop or comma, which the pattern matches too
         found = [number for number in _NUMBER.findall(tail) if number.strip(".,-")]
     else:
         raise ValueError(f"method={method!r} is not a way to find the answer: use 'strict' or 'flexible'.")

@@ -45,6 +45,7 @@ def post(
     data = json.dumps(body).encode()
     request = urllib.request.Request(url, data, {"Content-Type": "application/json", **(headers or {})})
     for number in range(1, tries + 1):
+        # not the same for all: processes that failed together must not come back together
         pause = min(FIRST_PAUSE_S * 2 ** (number - 1), LONGEST_PAUSE_S) * random.uniform(0.75, 1.25)
         try:
             with urllib.request.urlopen(request, timeout=timeout_s) as answer:
@@ -85,7 +86,7 @@ def slot(name: str, count: int) -> Iterator[None]:
             file = open(_lock_file(f"{name} {number}"), "a+")
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
+            except BlockingIOError:  # another process holds this place
                 file.close()
                 continue
             with file:
@@ -96,6 +97,7 @@ def slot(name: str, count: int) -> Iterator[None]:
 
 def pace(name: str, per_minute: float) -> None:
     """Wait until it is this caller's turn, turns being given to all processes of this machine at an even pace."""
+    # the next free turn stands in a file that all processes lock, so that the pace is that of the machine
     with open(_lock_file(f"{name} turns"), "a+") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         file.seek(0)

@@ -87,12 +87,12 @@ class Judge:
             "temperature": self.config.temperature,
             "max_tokens": self.config.max_tokens,
         }
-        kept = self._place(body)
+        kept = self._place(body)  # by the whole request: another prompt or temperature asks again
         if kept is not None and kept.is_file():
             text = json.loads(kept.read_text(encoding="utf-8"))["text"]
             return {"score": self.read(text), "judge": text}
         text = self._send(body)
-        score = self.read(text)
+        score = self.read(text)  # an answer without a score is not kept: the next try may have one
         if kept is not None:
             _keep(kept, {"text": text, "request": body})
         return {"score": score, "judge": text}
@@ -199,4 +199,4 @@ def _keep(path: Path, content: dict[str, Any]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_suffix(f".{os.getpid()}-{id(content)}.part")
     part.write_text(json.dumps(content, ensure_ascii=False), encoding="utf-8")
-    os.replace(part, path)
+    os.replace(part, path)  # whole or not at all: other processes read it meanwhile

@@ -96,6 +96,7 @@ def run_remotely(
 
 
 def _run_one(url: str, code: str, tests: Tests, number: int, test_s: float, memory_mb: int, language: str) -> Result:
+    # secret: a program that prints it could pass without having run its test
     token, is_check, stdin = f"{secrets.token_hex(8)}:", number >= len(tests.inputs), ""
     if is_check:
         code = f"{code}\n\n{tests.checks[number - len(tests.inputs)]}\nprint({token!r})\n"
