@@ -1,4 +1,4 @@
-"""Completions to columns: row 1 of the data flow of a PPO step, packed. The only place that lays out responses.
+"""Completions to columns: row 1 of the data flow of a PPO step, packed. Nothing else lays out responses.
 
 Token ids only; no tokenizer, no engine.
 """
@@ -12,6 +12,7 @@ import torch
 
 from verl.batch.ragged import Layout, Ragged
 from verl.config.base import plain
+from verl.config.rollout import RolloutConfig, SamplingConfig
 from verl.protocol import DataProto
 from verl.workers.rollout.base import Completion, SamplingParams
 
@@ -95,18 +96,20 @@ def _packed_prompts(prompts: DataProto, prompt_length: int, pad_token_id: int) -
 # -- Sampling parameters of training and validation from the rollout section -------------------------------------------
 
 
-def sampling_params(config: Any, eos_token_id: int, validate: bool = False, do_sample: bool = True) -> SamplingParams:
+def sampling_params(
+    config: RolloutConfig, eos_token_id: int, validate: bool = False, do_sample: bool = True
+) -> SamplingParams:
     """The sampling of a training or validation response.
 
     Validation samples by ``val_kwargs``; where that is null it follows training. FIRE's hot first token is for
     training.
 
     Args:
-        config: ``actor_rollout_ref.rollout``.
+        config: the rollout section.
         eos_token_id: the tokenizer's, which ends responses besides the tokens that the model's folder names.
         do_sample: False makes it greedy, whatever the section's value.
     """
-    source = config.val_kwargs if validate else config
+    source: RolloutConfig | SamplingConfig = config.val_kwargs if validate else config
 
     def value_of(name: str) -> Any:
         return getattr(config, name) if getattr(source, name) is None else getattr(source, name)

@@ -82,24 +82,19 @@ class SamplingParams:
     """Return the log-probability of every token under the distribution it was sampled from (greedy: under softmax)."""
 
     def __post_init__(self):
-        if self.max_tokens < 1:
-            raise ValueError(f"max_tokens={self.max_tokens}: a response has at least one token. Set it to 1 or more.")
-        if not self.temperature >= 0:
-            raise ValueError(f"temperature={self.temperature} must not be negative. Use 0 for the likeliest token.")
-        if not 0 < self.top_p <= 1:
-            raise ValueError(f"top_p={self.top_p} must lie in (0, 1]. Use 1 to keep every token.")
-        if self.top_k < -1:
-            raise ValueError(f"top_k={self.top_k} must be positive. Use -1 to keep every token.")
-        if not 0 <= self.min_p <= 1:
-            raise ValueError(f"min_p={self.min_p} must lie in [0, 1]. Use 0 to keep every token.")
-        if not 0 < self.repetition_penalty < math.inf:
-            raise ValueError(f"repetition_penalty={self.repetition_penalty} must be positive. Use 1 for none.")
-        if self.first_token_temperature is not None and not self.first_token_temperature > 0:
-            raise ValueError(
-                f"first_token_temperature={self.first_token_temperature} must be positive. Use None for temperature."
-            )
-        if not all(self.stop):
-            raise ValueError(f"stop={list(self.stop)}: an empty text would end every response. Leave it out.")
+        hot = self.first_token_temperature
+        for name, is_valid, rule in (
+            ("max_tokens", self.max_tokens >= 1, ": a response has at least one token. Set it to 1 or more."),
+            ("temperature", self.temperature >= 0, " must not be negative. Use 0 for the likeliest token."),
+            ("top_p", 0 < self.top_p <= 1, " must lie in (0, 1]. Use 1 to keep every token."),
+            ("top_k", self.top_k >= -1, " must be positive. Use -1 to keep every token."),
+            ("min_p", 0 <= self.min_p <= 1, " must lie in [0, 1]. Use 0 to keep every token."),
+            ("repetition_penalty", 0 < self.repetition_penalty < math.inf, " must be positive. Use 1 for none."),
+            ("first_token_temperature", hot is None or hot > 0, " must be positive. Use None for temperature."),
+            ("stop", all(self.stop), ": an empty text would end every response. Leave it out."),
+        ):
+            if not is_valid:
+                raise ValueError(f"{name}={getattr(self, name)}{rule}")
 
     @property
     def is_greedy(self) -> bool:

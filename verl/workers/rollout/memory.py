@@ -11,7 +11,7 @@ import math
 import os
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +19,10 @@ from torch import Tensor, nn
 from verl.telemetry.memory import host_memory
 from verl.workers.rollout.base import cached_bytes_per_token
 
-_NAN_BYTE = 0xFF
+if TYPE_CHECKING:
+    from verl.config.rollout import RolloutConfig
+
+NAN_BYTE = 0xFF
 """Repeated, it reads as NaN in every floating type: weights that were forgotten and not synced cannot pass for real."""
 
 
@@ -46,14 +49,10 @@ class HostMemory:
         return sum(storage.nbytes() for storage, _ in self._storages)
 
     def restore(self, byte: int) -> None:
-        """Allocate the memory again, each byte of it set to ``byte``."""
+        """Allocate the memory again, each byte of it set to ``byte``: 0 or ``NAN_BYTE``."""
         for storage, size in self._storages:
             storage.resize_(size)
             torch.empty(0, dtype=torch.uint8).set_(storage).fill_(byte)
-
-    def restore_as_nan(self) -> None:
-        """Allocate the memory again, full of NaN."""
-        self.restore(_NAN_BYTE)
 
 
 def return_free_memory() -> None:
@@ -83,7 +82,7 @@ _BLOCK = 128  # tokens in a block of vLLM's KV cache on CPU, the largest of its 
 _HOST_CACHE = 1 << 30  # bytes of KV cache in host memory unless engine_kwargs.vllm.kv_cache_memory_bytes says otherwise
 
 
-def host_cache_bytes(config: Any, model_config: Any, dtype: torch.dtype, max_model_len: int) -> int:
+def host_cache_bytes(config: RolloutConfig, model_config: Any, dtype: torch.dtype, max_model_len: int) -> int:
     """KV cache in host memory: for all sequences that may run at once, within this worker's share and 1 GiB.
 
     vLLM itself would take ``gpu_memory_utilization`` of all memory. One sequence of full length always fits.
@@ -109,11 +108,10 @@ class RolloutOutOfMemory(RuntimeError):
 
 
 @contextmanager
-def memory_errors(config: Any, phase: str) -> Iterator[None]:
+def memory_errors(config: RolloutConfig, phase: str) -> Iterator[None]:
     """Turn an engine's lack of memory in this block into a `RolloutOutOfMemory` that names the keys that help.
 
     Args:
-        config: ``actor_rollout_ref.rollout``.
         phase: ``start``, ``wake``, ``sync`` or ``generate``.
     """
     try:
@@ -125,49 +123,39 @@ def memory_errors(config: Any, phase: str) -> Iterator[None]:
         raise memory_error from error
 
 
-def out_of_memory_error(error: BaseException, config: Any, phase: str) -> RolloutOutOfMemory | None:
+def out_of_memory_error(error: BaseException, config: RolloutConfig, phase: str) -> RolloutOutOfMemory | None:
     """A `RolloutOutOfMemory` for an engine's error; None if that is not about memory."""
-    hint = _hint(error, config, phase)
-    if hint is None:
-        return None
-    cause = str(error).strip().splitlines() or [type(error).__name__]
-    return RolloutOutOfMemory(f"{_KEY}.name={config.name}: no memory left in phase {phase}: {cause[0][:300]} {hint}")
-
-
-def _hint(error: BaseException, config: Any, phase: str) -> str | None:
-    """Keys to change, likeliest first; None if ``error`` is not about memory."""
     text = str(error)
-    if not any(words in text for words in (*_CACHE, *_TAKEN)) and not _is_allocation(error, text):
+    is_cache, is_taken = (any(words in text for words in known) for known in (_CACHE, _TAKEN))
+    is_allocation = isinstance(error, (MemoryError, torch.OutOfMemoryError)) or (
+        error.errno == errno.ENOMEM
+        if isinstance(error, OSError)
+        else isinstance(error, RuntimeError) and any(words in text for words in _ALLOCATION)
+    )
+    if not (is_cache or is_taken or is_allocation):
         return None
     share = f"{_KEY}.gpu_memory_utilization={config.gpu_memory_utilization}"
     length, seqs = f"{_KEY}.max_model_len", f"{_KEY}.max_num_seqs={config.max_num_seqs}"
-    if any(words in text for words in _CACHE):
-        return (
+    offload = f"or set {_ACTOR}.fsdp_config.param_offload and optimizer_offload"
+    # keys to change, likeliest first
+    if is_cache:
+        hint = (
             f"The cache does not hold one sequence of full length. Raise {share}, lower {length} (or "
             f"data.max_prompt_length and data.max_response_length), or raise {_KEY}.tensor_model_parallel_size."
         )
-    if any(words in text for words in _TAKEN):
-        return (
-            f"Others hold the device's memory already, the actor's weights for example. Lower {share}, or set "
-            f"{_ACTOR}.fsdp_config.param_offload and optimizer_offload."
-        )
-    if phase == "sync":
-        return (
+    elif is_taken:
+        hint = f"Others hold the device's memory already, the actor's weights for example. Lower {share}, {offload}."
+    elif phase == "sync":
+        hint = (
             f"Lower {_KEY}.update_weights_bucket_megabytes={config.update_weights_bucket_megabytes} or {share}, or set "
             f"{_ACTOR}.fsdp_config.optimizer_offload."
         )
-    offload = f", or set {_ACTOR}.fsdp_config.param_offload and optimizer_offload"
-    if phase == "generate":
-        return (
+    elif phase == "generate":
+        hint = (
             f"Lower {seqs}, {_KEY}.max_num_batched_tokens={config.max_num_batched_tokens} or {share}, shorten "
-            f"{length}{offload}."
+            f"{length}, {offload}."
         )
-    return f"Lower {share}, {seqs} or {length}, raise {_KEY}.tensor_model_parallel_size{offload}."
-
-
-def _is_allocation(error: BaseException, text: str) -> bool:
-    if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
-        return True
-    if isinstance(error, OSError):
-        return error.errno == errno.ENOMEM
-    return isinstance(error, RuntimeError) and any(words in text for words in _ALLOCATION)
+    else:
+        hint = f"Lower {share}, {seqs} or {length}, raise {_KEY}.tensor_model_parallel_size, {offload}."
+    cause = text.strip().splitlines() or [type(error).__name__]
+    return RolloutOutOfMemory(f"{_KEY}.name={config.name}: no memory left in phase {phase}: {cause[0][:300]} {hint}")

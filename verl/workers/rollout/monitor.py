@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import heapq
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from itertools import islice
@@ -68,12 +68,12 @@ class EngineMonitor:
     def generating(self, requests: Sequence[Request]) -> Iterator[None]:
         """Note the requests, and have the watchdog end this process if no `tick` comes for ``stall_timeout_s``."""
         recorder, dog, start = flight_recorder(), watchdog(), time.monotonic()
-        lengths = sorted((len(request.prompt_ids) for request in requests), reverse=True)
-        details = {
-            "requests": len(requests),
-            "longest_prompts": lengths[:_NAMED],
-            "first_requests": self._named(requests),
-        }
+        if len(self.names) == len(requests):
+            first = [str(name) for name in self.names[:_NAMED]]
+        else:  # no two requests of a run share a seed
+            first = [f"seed {request.seed}" for request in requests[:_NAMED]]
+        longest = heapq.nlargest(_NAMED, (len(request.prompt_ids) for request in requests))
+        details = {"requests": len(requests), "longest_prompts": longest, "first_requests": first}
         recorder.tick()
         recorder.note(engine=self.engine, phase="generate", since=start, **details)
         if self.reports_steps:
@@ -125,12 +125,6 @@ class EngineMonitor:
         """A step of the engine has finished."""
         self._sums["steps"] += 1
         flight_recorder().tick()
-
-    def _named(self, requests: Sequence[Request]) -> list[str]:
-        """The first few requests by name, or by seed, which no two requests of a run share."""
-        if len(self.names) == len(requests):
-            return [str(name) for name in self.names[:_NAMED]]
-        return [f"seed {request.seed}" for request in requests[:_NAMED]]
 
     def _stalled(self, waited: float) -> str:
         last = flight_recorder().notes
@@ -225,32 +219,21 @@ def occupancy(spans: Sequence[Span], num_replicas: int) -> dict[str, float]:
     by_replica: dict[str, list[Span]] = {}
     for span in spans:
         by_replica.setdefault(span.replica, []).append(span)
-    busy = sum(_covered(own) for own in by_replica.values())
-    slots = sum(_most_at_once(own) for own in by_replica.values())
-    running = sum(span.ended - span.started for span in spans)
+    busy, slots = 0.0, 0
+    for own in by_replica.values():
+        # -1 before 1 at one time: a request that ends as another starts does not overlap it
+        running = most = 0
+        before = 0.0
+        for now, change in sorted(change for span in own for change in ((span.started, 1), (span.ended, -1))):
+            busy += now - before if running else 0.0
+            running, before = running + change, now
+            most = max(most, running)
+        slots += most
+    in_flight = sum(span.ended - span.started for span in spans)
     waiting = [span.started - span.submitted for span in spans]
     return {
         "rollout/bubble_share": 1 - busy / (total * num_replicas) if total else 0.0,
-        "rollout/idle_slot_share": 1 - running / (total * slots) if total and slots else 0.0,
+        "rollout/idle_slot_share": 1 - in_flight / (total * slots) if total and slots else 0.0,
         "rollout/waiting_s/mean": sum(waiting) / len(waiting),
         "rollout/waiting_s/max": max(waiting),
     }
-
-
-def _covered(spans: Iterable[Span]) -> float:
-    """Seconds in which at least one of them ran."""
-    covered, until = 0.0, float("-inf")
-    for span in sorted(spans, key=lambda span: span.started):
-        covered += max(0.0, span.ended - max(span.started, until))
-        until = max(until, span.ended)
-    return covered
-
-
-def _most_at_once(spans: Iterable[Span]) -> int:
-    """The largest number that ran at one time; one that ends as another starts does not overlap it."""
-    changes = sorted(change for span in spans for change in ((span.started, 1), (span.ended, -1)))
-    running = most = 0
-    for _, change in changes:
-        running += change
-        most = max(most, running)
-    return most

@@ -7,13 +7,13 @@ the other rows, their order or their number. Knows no model and no cache.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from verl.workers.rollout.base import Request, SamplingParams
+from verl.workers.rollout.base import Request
 
 _LOGITS_AT_ONCE = 1 << 19  # logits handled at once: small enough for a core's cache, large enough to hide call overhead
 _DEVICE_LOGITS_AT_ONCE = 1 << 27
@@ -26,18 +26,28 @@ class Sampler:
     def __init__(self, requests: Sequence[Request], device: torch.device):
         sampling = [request.sampling for request in requests]
 
-        def column(values, dtype=torch.float32):
-            return torch.tensor(values, dtype=dtype, device=device)[:, None]
+        def column(values: Iterable[float], dtype: torch.dtype = torch.float32) -> Tensor:
+            return torch.tensor(list(values), dtype=dtype, device=device)[:, None]
 
         self.want_log_probs = any(s.want_log_probs for s in sampling)
         self.seeds = np.array([request.seed & (1 << 64) - 1 for request in requests], dtype=np.uint64)
-        self.greedy = column([s.is_greedy for s in sampling], torch.bool)
-        self.inverse_temperature = column([1.0 / _temperature(s) for s in sampling])
-        self.top_k = column([_top_k(s) for s in sampling], torch.int64)
-        self.first_inverse_temperature = column([1.0 / _temperature(s, is_first=True) for s in sampling])
-        self.first_top_k = column([_top_k(s, is_first=True) for s in sampling], torch.int64)
-        self.top_p = column([1.0 if s.is_greedy else s.top_p for s in sampling])
-        self.min_p = column([0.0 if s.is_greedy else s.min_p for s in sampling])
+        self.greedy = column((s.is_greedy for s in sampling), torch.bool)
+        # parameters that change nothing where a row is greedy
+        temperatures = [1.0 if s.is_greedy else s.temperature for s in sampling]
+        top_k = [0 if s.is_greedy else max(s.top_k, 0) for s in sampling]
+        is_hot = [not s.is_greedy and s.first_token_temperature is not None for s in sampling]
+        self.inverse_temperature = column(1.0 / temperature for temperature in temperatures)
+        self.top_k = column(top_k, torch.int64)
+        self.top_p = column(1.0 if s.is_greedy else s.top_p for s in sampling)
+        self.min_p = column(0.0 if s.is_greedy else s.min_p for s in sampling)
+        self.first_inverse_temperature = column(
+            1.0 / (s.first_token_temperature or 1.0) if hot else 1.0 / temperature
+            for s, hot, temperature in zip(sampling, is_hot, temperatures, strict=True)
+        )
+        self.first_top_k = column(
+            (s.first_token_top_k if hot and s.first_token_top_k > 0 else k)
+            for s, hot, k in zip(sampling, is_hot, top_k, strict=True)
+        ).long()
         self._find_active_settings()
 
     def _find_active_settings(self) -> None:
@@ -47,7 +57,7 @@ class Sampler:
         self.any_min_p = bool((self.min_p > 0).any())
 
     def keep(self, rows: Tensor) -> None:
-        """Go on with these rows only."""
+        """Keep these rows only."""
         self.seeds = self.seeds[rows.cpu().numpy()]
         for name, values in vars(self).items():
             if torch.is_tensor(values):
@@ -69,10 +79,9 @@ class Sampler:
         """
         uniform = torch.from_numpy(uniforms(self.seeds, step)[:, None]).to(logits.device)
         num_logits = _LOGITS_AT_ONCE if logits.device.type == "cpu" else _DEVICE_LOGITS_AT_ONCE
-        parts = [
-            self._sample(logits[rows], uniform[rows], rows, is_first=step == 0)
-            for rows in _slices(len(logits), max(1, num_logits // logits.shape[1]))
-        ]
+        size = max(1, num_logits // logits.shape[1])
+        slices = [slice(start, start + size) for start in range(0, len(logits), size)]
+        parts = [self._sample(logits[rows], uniform[rows], rows, is_first=step == 0) for rows in slices]
         if len(parts) == 1:
             return parts[0]
         tokens, log_probs = zip(*parts, strict=True)
@@ -81,7 +90,11 @@ class Sampler:
     def _sample(self, logits: Tensor, uniform: Tensor, rows: slice, is_first: bool) -> tuple[Tensor, Tensor | None]:
         logits = logits.float()
         largest = logits.amax(-1, keepdim=True)
-        _check_finite(largest)
+        if not bool(torch.isfinite(largest).all()):
+            raise FloatingPointError(
+                "The model's logits are not finite: its weights or activations hold NaN or infinity. Look at "
+                "actor/grad_norm of the last steps; a lower actor.optim.lr or rollout.dtype=float32 may help."
+            )
         if self.all_greedy and not self.want_log_probs:
             return logits.argmax(-1), None
         scaled = logits - largest
@@ -102,20 +115,6 @@ class Sampler:
             tokens = torch.where(self.greedy[rows], likely, tokens)
         log_probs = scaled.gather(-1, tokens) - total.log() if self.want_log_probs else None
         return tokens[:, 0], log_probs[:, 0].float() if log_probs is not None else None
-
-
-def _temperature(sampling: SamplingParams, is_first: bool = False) -> float:
-    if sampling.is_greedy:
-        return 1.0
-    hot = sampling.first_token_temperature if is_first else None
-    return sampling.temperature if hot is None else hot
-
-
-def _top_k(sampling: SamplingParams, is_first: bool = False) -> int:
-    if sampling.is_greedy:
-        return 0
-    is_hot = is_first and sampling.first_token_temperature is not None and sampling.first_token_top_k > 0
-    return max(sampling.first_token_top_k if is_hot else sampling.top_k, 0)
 
 
 def uniforms(seeds: np.ndarray, step: int) -> np.ndarray:
@@ -189,18 +188,6 @@ def cut_to_top_p(weights: Tensor, top_p: Tensor) -> None:
     missing = (largest.double().cumsum(-1) < top_p * total.double()).sum(-1, keepdim=True)
     threshold = largest.gather(-1, missing.clamp_(max=candidates - 1))
     weights.masked_fill_((weights < threshold) & (top_p < 1), 0.0)
-
-
-def _check_finite(values: Tensor) -> None:
-    if not bool(torch.isfinite(values).all()):
-        raise FloatingPointError(
-            "The model's logits are not finite: its weights or activations hold NaN or infinity. Look at "
-            "actor/grad_norm of the last steps; a lower actor.optim.lr or rollout.dtype=float32 may help."
-        )
-
-
-def _slices(length: int, size: int) -> list[slice]:
-    return [slice(start, min(start + size, length)) for start in range(0, length, size)]
 
 
 # -- Stop texts: tokens are decoded as they come, and every new piece of text is searched for them ---------------------

@@ -110,35 +110,31 @@ class ImageReader:
 
     def _process(self, prompt_ids: Sequence[int], media: Mapping[str, Sequence[Any]]) -> Prompt:
         config = self.config
-        inputs = {name: torch.as_tensor(value) for name, value in self._inputs(media).items()}
-        merge = config.vision_config.spatial_merge_size
-        sizes, features = {}, {}
-        for kind in media:
-            sizes[kind] = (inputs[VISION_INPUTS[kind][1]].prod(-1) // merge**2).tolist()
-            features[image_token(config, kind)] = iter(sizes[kind])
-        ids = [i for token in prompt_ids for i in ([token] * next(features[token]) if token in features else [token])]
-        positions = offset = None
-        if self.model is not None:
-            positions, offset = vision_positions(self.model, torch.tensor([ids]), inputs)
-        first = None if positions is None else positions[:, 0]
-        offset_of_row = 0 if offset is None else int(offset[0])
-        return Prompt(tuple(ids), VisionInputs(inputs, first, offset_of_row, tuple(sizes.get("image", ()))))
-
-    def _inputs(self, media: Mapping[str, Sequence[Any]]) -> dict[str, Any]:
         if self._processor is None:
             self._processor = hf_processor(self.folder, trust_remote_code=self.trust_remote_code)
             if self._processor is None:
                 raise ValueError(
                     f"{self.folder} has no processor of images: bring preprocessor_config.json with the model"
                 )
-        inputs = media_inputs(self._processor, media)
-        known = all(VISION_INPUTS[kind][1] in inputs for kind in media)
-        if not known or not hasattr(self.config.vision_config, "spatial_merge_size"):
+        inputs = {name: torch.as_tensor(value) for name, value in media_inputs(self._processor, media).items()}
+        grids = {kind: VISION_INPUTS[kind][1] for kind in media}  # (images, 3): frames, rows and columns of patches
+        if not inputs.keys() >= set(grids.values()) or not hasattr(config.vision_config, "spatial_merge_size"):
             raise ValueError(
-                f"rollout.name=hf and sglang cannot process images for model type {self.config.model_type!r}: they "
+                f"rollout.name=hf and sglang cannot process images for model type {config.model_type!r}: they "
                 "know the Qwen-VL families, whose image processors give image_grid_thw. Use rollout.name=vllm."
             )
-        return inputs
+        merge = config.vision_config.spatial_merge_size
+        sizes = {kind: (inputs[grid].prod(-1) // merge**2).tolist() for kind, grid in grids.items()}
+        features = {image_token(config, kind): iter(counts) for kind, counts in sizes.items()}
+        ids: list[int] = []
+        for token in prompt_ids:
+            ids += [token] * next(features[token]) if token in features else [token]
+        positions = offset = None
+        if self.model is not None:
+            positions, offset = vision_positions(self.model, torch.tensor([ids]), inputs)
+        first = None if positions is None else positions[:, 0]
+        offset_of_row = 0 if offset is None else int(offset[0])
+        return Prompt(tuple(ids), VisionInputs(inputs, first, offset_of_row, tuple(sizes.get("image", ()))))
 
 
 def ban_modality_tokens(request: Request, never_generated: Sequence[int]) -> Request:

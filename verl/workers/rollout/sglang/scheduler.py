@@ -32,7 +32,7 @@ from torch import Tensor
 
 from verl.utils.tokenizer import hf_tokenizer
 from verl.workers.rollout.base import WeightSyncError
-from verl.workers.rollout.memory import HostMemory
+from verl.workers.rollout.memory import NAN_BYTE, HostMemory
 from verl.workers.rollout.sampling import Decode, StopText, cut_to_top_k, cut_to_top_p, pick
 from verl.workers.rollout.sglang.process import open_bucket
 from verl.workers.rollout.sglang.setup import STOP
@@ -331,7 +331,7 @@ class SchedulerExtension:
     def resume(self, tags: Sequence[str]) -> None:
         """Allocate the memory of these parts again: weights full of NaN, the cache of zeros."""
         if "weights" in tags:
-            self._memory["weights"].restore_as_nan()
+            self._memory["weights"].restore(NAN_BYTE)
         if "kv_cache" in tags:
             self._memory["kv_cache"].restore(0)
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from verl.models.loader import LoRASpec
 from verl.models.multimodal import is_vision_language
 from verl.workers.rollout.base import Bucket, WeightSyncError
-from verl.workers.rollout.memory import HostMemory
+from verl.workers.rollout.memory import NAN_BYTE, HostMemory
 from verl.workers.rollout.vllm.setup import has_experts
 from verl.workers.rollout.weights.load import LoadWatcher, WeightLoad
 from verl.workers.rollout.weights.sync import listed
@@ -166,7 +166,7 @@ class CPUMemory:
     @torch.no_grad()
     def wake(self, tags: Sequence[str]) -> None:
         if "weights" in tags and "weights" in self._released:
-            self.memory["weights"].restore_as_nan()
+            self.memory["weights"].restore(NAN_BYTE)
         self._released -= set(tags)
         if "kv_cache" in tags:
             self.memory["kv_cache"].restore(0)

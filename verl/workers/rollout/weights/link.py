@@ -1,5 +1,4 @@
-"""Weight transfer across process groups: one sender broadcasts a set of weights, bucket by bucket, to all ranks of a
-rollout.
+"""Weight transfer across process groups: one sender broadcasts weights, bucket by bucket, to all ranks of a rollout.
 
 The link is a process group of its own over the sender (rank 0) and the receivers. What travels is announced first, and
 the sender's checksums travel behind it, so that every receiver verifies what its engine holds as
@@ -26,6 +25,7 @@ from verl.workers.rollout.base import Bucket, Receipt, RolloutEngine, WeightSync
 from verl.workers.rollout.weights.sync import compare, with_checksums
 
 _START, _BUCKET, _END, _BREAK = range(4)
+_LINK = "The link that carries weights from the actor to the rollout"
 _ALIGN_BYTES = 64  # tensors of a bucket begin at multiples of it, as fast copies want
 
 
@@ -57,17 +57,21 @@ class WeightLink:
     def __init__(self, store: dist.TCPStore, rank: int, size: int, device: torch.device | str, timeout_s: float):
         self.rank, self.device = rank, torch.device(device)
         self.num_bytes = 0
-        self._store, self._timeout_s, self._broken = store, timeout_s, None
+        self._store, self._timeout_s = store, timeout_s  # the store must outlive the groups
+        self._broken: str | None = None
         timeout = timedelta(seconds=timeout_s)
         with _peer_errors("could not be built"):
-            self._control_group = _gloo(dist.PrefixStore("words", store), rank, size, own_address(store.host), timeout)
-            if self.device.type == "cpu":
-                self._data_group = self._control_group
-            else:
-                options = dist.ProcessGroupNCCL.Options()
+            options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # torch's stubs leave it out
+            options._timeout = timeout
+            options._devices = [dist.ProcessGroupGloo.create_device(hostname=own_address(store.host))]
+            # Any: torch's stubs leave out the collectives of its C++ backends
+            self._control_group: Any = dist.ProcessGroupGloo(dist.PrefixStore("words", store), rank, size, options)
+            self._data_group: Any = self._control_group
+            if self.device.type != "cpu":
+                nccl_options = dist.ProcessGroupNCCL.Options()
                 # at its own timeout torch's watchdog ends the whole process; `_wait` is to come first, with an error
-                options._timeout = 2 * timeout + timedelta(seconds=60)
-                self._data_group = dist.ProcessGroupNCCL(dist.PrefixStore("tensors", store), rank, size, options)
+                nccl_options._timeout = 2 * timeout + timedelta(seconds=60)
+                self._data_group = dist.ProcessGroupNCCL(dist.PrefixStore("tensors", store), rank, size, nccl_options)
 
     # -- the sender ----------------------------------------------------------------------------------------------------
 
@@ -86,7 +90,8 @@ class WeightLink:
             WeightLinkError: a receiver is gone or does not take the next bucket within the link's timeout.
         """
         self._check_usable()
-        start, self.num_bytes, sums = time.perf_counter(), 0, {}
+        start, self.num_bytes = time.perf_counter(), 0
+        sums: dict[str, int] = {}
         self._send_message(_START, version)
         try:
             for layout, values in packed(with_checksums(named_tensors, dtype, sums), bucket_bytes):
@@ -114,7 +119,8 @@ class WeightLink:
         """
         self._check_usable()
         rollout.invalidate()
-        self.num_bytes, sums = 0, {}
+        self.num_bytes = 0
+        sums: dict[str, int] = {}
         version = self._receive_message(_START)[1]
         buckets = self._incoming(sums)
         try:
@@ -137,22 +143,21 @@ class WeightLink:
             if kind == _END:
                 sums.update(note)
                 return
-            yield self._receive_bucket(note)
-
-    def _receive_bucket(self, layout: dict[str, Any]) -> Bucket:
-        values = torch.empty(layout["numel"], dtype=getattr(torch, layout["dtype"]), device=self.device)
-        self._broadcast_values(values)
-        return [
-            (name, values[first : first + torch.Size(shape).numel()].view(shape))
-            for name, shape, first in layout["tensors"]
-        ]
+            values = torch.empty(note["numel"], dtype=getattr(torch, note["dtype"]), device=self.device)
+            self._broadcast_values(values)
+            bucket = [
+                (name, values[first : first + torch.Size(shape).numel()].view(shape))
+                for name, shape, first in note["tensors"]
+            ]
+            del values
+            yield bucket
+            del bucket  # its memory must be free before the next one is made
 
     # -- both ----------------------------------------------------------------------------------------------------------
 
     def _check_usable(self) -> None:
         if self._broken is not None:
-            what = "The link that carries weights from the actor to the rollout"
-            raise WeightLinkError(f"{what} is closed: {self._broken}")
+            raise WeightLinkError(f"{_LINK} is closed: {self._broken}")
 
     def _send_message(self, kind: int, note: Any) -> None:
         text = torch.frombuffer(bytearray(json.dumps(note).encode()), dtype=torch.uint8)
@@ -203,32 +208,32 @@ def packed(named_tensors: Iterable[tuple[str, Tensor]], bucket_bytes: int) -> It
 
     The values are good until the next bucket is requested: there is one buffer for all of them.
     """
-    room, names, filled = torch.empty(0), [], 0
+    buffer, filled = torch.empty(0), 0
+    tensors: list[tuple[str, list[int], int]] = []
 
-    def bucket() -> tuple[dict[str, Any], Tensor]:
-        dtype = str(room.dtype).removeprefix("torch.")
-        return {"dtype": dtype, "numel": filled, "tensors": names}, room[:filled]
+    def layout(dtype: torch.dtype, numel: int) -> dict[str, Any]:
+        return {"dtype": str(dtype).removeprefix("torch."), "numel": numel, "tensors": tensors}
 
     for name, tensor in named_tensors:
         values = tensor.detach().contiguous().view(-1)
         step = max(1, _ALIGN_BYTES // values.itemsize)
         first = -(-filled // step) * step
-        if names and (values.dtype != room.dtype or (first + values.numel()) * values.itemsize > bucket_bytes):
-            yield bucket()
-            names, filled, first = [], 0, 0
-        if not names and values.nbytes > bucket_bytes:
-            dtype = str(values.dtype).removeprefix("torch.")
-            yield {"dtype": dtype, "numel": values.numel(), "tensors": [(name, list(tensor.shape), 0)]}, values
+        if tensors and (values.dtype != buffer.dtype or (first + values.numel()) * values.itemsize > bucket_bytes):
+            yield layout(buffer.dtype, filled), buffer[:filled]
+            tensors, filled, first = [], 0, 0
+        tensors.append((name, list(tensor.shape), first))
+        if values.nbytes > bucket_bytes:  # it travels alone, from its own memory
+            yield layout(values.dtype, values.numel()), values
+            tensors = []
         else:
-            if room.dtype != values.dtype or room.device != values.device or not room.numel():
-                del room
-                room = torch.empty(bucket_bytes // values.itemsize, dtype=values.dtype, device=values.device)
-            room[first : first + values.numel()] = values
-            names.append((name, list(tensor.shape), first))
+            if buffer.dtype != values.dtype or buffer.device != values.device or not buffer.numel():
+                del buffer  # before its successor takes memory
+                buffer = torch.empty(bucket_bytes // values.itemsize, dtype=values.dtype, device=values.device)
             filled = first + values.numel()
+            buffer[first:filled] = values
         del tensor, values  # freed before the next one is gathered
-    if names:
-        yield bucket()
+    if tensors:
+        yield layout(buffer.dtype, filled), buffer[:filled]
 
 
 # -- rendezvous of the members -----------------------------------------------------------------------------------------
@@ -263,7 +268,7 @@ def own_address(peer: str) -> str:
     """The address under which ``peer`` reaches this process."""
     family = socket.AF_INET6 if ":" in peer else socket.AF_INET
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
-        probe.connect((peer, 9))  # sends nothing: it asks for the way only
+        probe.connect((peer, 9))  # sends nothing: it looks up the route only
         return probe.getsockname()[0]
 
 
@@ -271,13 +276,6 @@ def node_id() -> str:
     """Equal for processes that reach one another over loopback."""
     namespace = "/proc/self/ns/net"
     return f"{platform.node()} {os.readlink(namespace) if os.path.exists(namespace) else ''}"
-
-
-def _gloo(store: dist.Store, rank: int, size: int, address: str, timeout: timedelta) -> dist.ProcessGroupGloo:
-    options = dist.ProcessGroupGloo._Options()
-    options._timeout = timeout
-    options._devices = [dist.ProcessGroupGloo.create_device(hostname=address)]
-    return dist.ProcessGroupGloo(store, rank, size, options)
 
 
 @contextmanager
@@ -288,6 +286,5 @@ def _peer_errors(what: str) -> Iterator[None]:
     except RuntimeError as error:
         reason = str(error).splitlines()[0]
         raise WeightLinkError(
-            f"The link that carries weights from the actor to the rollout {what}: {reason} If no process died, raise "
-            "actor_rollout_ref.nccl_timeout."
+            f"{_LINK} {what}: {reason} If no process died, raise actor_rollout_ref.nccl_timeout."
         ) from error

