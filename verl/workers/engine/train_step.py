@@ -29,13 +29,21 @@ if TYPE_CHECKING:
 class LossFn(Protocol):
     """(outputs, columns of a micro-batch) -> (mean loss, metrics), with a weight for each mean."""
 
-    columns: Sequence[str]
-    """Columns it reads."""
-    extra_columns: Sequence[str]
-    """Columns it reads where the batch has them."""
-    want_entropy: bool
-    averaged_as_loss: Collection[str] | None
-    """Metrics that are means by ``weight``; the others are means over tokens. None: all."""
+    @property
+    def columns(self) -> Sequence[str]:
+        """Columns it reads."""
+
+    @property
+    def extra_columns(self) -> Sequence[str]:
+        """Columns it reads where the batch has them."""
+
+    @property
+    def want_entropy(self) -> bool:
+        """Whether it reads the entropy of each token."""
+
+    @property
+    def averaged_as_loss(self) -> Collection[str] | None:
+        """Metrics that are means by ``weight``; the others are means over tokens. None: all."""
 
     def prepare(self, batch: DataProto, gather: Gather) -> PreparedBatch:
         """Add the columns that depend on the whole mini-batch."""
@@ -43,7 +51,7 @@ class LossFn(Protocol):
     def weight(self, columns: Mapping[str, Tensor]) -> Tensor:
         """Return the divisor of the micro-batch's mean."""
 
-    def __call__(self, outputs: TokenOutputs, columns: Mapping[str, Tensor]) -> tuple[Tensor, dict[str, Any]]:
+    def __call__(self, outputs: TokenOutputs, columns: Mapping[str, Tensor], /) -> tuple[Tensor, dict[str, Any]]:
         """Return the mean loss of a micro-batch and its metrics."""
 
 
