@@ -35,8 +35,12 @@ _DRY = re.compile(r"\+{0,2}trainer\.dry_run=(true|yes|on|1)$", re.IGNORECASE)
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 
-def _parser(name: str, usage: str, description: str, epilog: str, flags: dict[str, dict[str, Any]]) -> ArgumentParser:
-    """Return a parser of ``flags``; one that is not given is no attribute of the result."""
+def _parser(name: str, usage: str, description: str, epilog: str, flags: dict[str, tuple[Any, str]]) -> ArgumentParser:
+    """Return a parser of flags; one that is not given is no attribute of the result.
+
+    Args:
+        flags: ``--gpus 8``, the flag with an example of its value, or ``--json`` -> (type of the value or None, help).
+    """
     parser = ArgumentParser(
         name,
         usage=usage,
@@ -44,12 +48,16 @@ def _parser(name: str, usage: str, description: str, epilog: str, flags: dict[st
         epilog=epilog,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         argument_default=argparse.SUPPRESS,
-        allow_abbrev=False,
+        allow_abbrev=False,  # an unknown flag is the main job's
         add_help=False,  # --help is a flag of the main job, too
         exit_on_error=False,
     )
-    for flag, arguments in flags.items():
-        parser.add_argument(flag, **(arguments if "type" in arguments else {"action": "store_true", **arguments}))
+    for flag, (kind, text) in flags.items():
+        flag, _, example = flag.partition(" ")
+        if kind is None:
+            parser.add_argument(flag, action="store_true", help=text)
+        else:
+            parser.add_argument(flag, type=kind, metavar=example, help=text)
     return parser
 
 
@@ -80,19 +88,18 @@ def _doctor_parser() -> ArgumentParser:
         "  --config-path, --config-name, --config-dir    as the main job takes them\n\n"
         "exit codes: 0 it can run, 1 it can and --strict has warnings, 2 it cannot.",
         {
-            "--gpu-mem": {
-                "type": _bytes,
-                "metavar": "80GB",
-                "help": "memory of one GPU to hold the estimate against; of this machine's, where it has one",
-            },
-            "--gpus": {"type": _count, "metavar": "8", "help": "as trainer.n_gpus_per_node=8"},
-            "--elsewhere": {
-                "help": "the run is for another machine: devices and packages of this one do not count (so with "
-                "--gpu-mem)"
-            },
-            "--json": {"help": "the report as JSON"},
-            "--strict": {"help": "exit code 1 if there are warnings"},
-            "--check": {"help": argparse.SUPPRESS},  # a flag of the main job, implied here
+            "--gpu-mem 80GB": (
+                _bytes,
+                "memory of one GPU to compare the estimate with; default: this machine's",
+            ),
+            "--gpus 8": (_count, "as trainer.n_gpus_per_node=8"),
+            "--elsewhere": (
+                None,
+                "the run is for another machine: devices and packages of this one do not count (so with --gpu-mem)",
+            ),
+            "--json": (None, "the report as JSON"),
+            "--strict": (None, "exit code 1 if there are warnings"),
+            "--check": (None, argparse.SUPPRESS),  # a flag of the main job, implied here
         },
     )
 
@@ -216,12 +223,12 @@ def _check_parser() -> ArgumentParser:
         "actor_rollout_ref.model.path=. With the words of a whole training everything is, as by verl doctor.",
         "Exit codes: 0 it can run, 2 it cannot.",
         {
-            "--json": {"help": "print one JSON object instead"},
-            "--prompts": {"type": int, "help": "prompts to show"},
-            "--tokens": {"type": int, "help": "prompts whose tokens are counted"},
-            "--all": {"help": "look closely at all rows, and count the tokens of all"},
-            "--score": {"type": int, "help": "rows scored of each data source; 0: none. A judge is asked, too"},
-            "--patience": {"type": float, "help": "seconds a reward may take"},
+            "--json": (None, "print one JSON object instead"),
+            "--prompts 3": (int, "prompts to show"),
+            "--tokens 1000": (int, "prompts whose tokens are counted"),
+            "--all": (None, "look closely at all rows, and count the tokens of all"),
+            "--score 4": (int, "rows scored of each data source; 0: none. A judge is asked, too"),
+            "--patience 2": (float, "seconds a reward may take"),
         },
     )
 

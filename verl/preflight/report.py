@@ -279,11 +279,7 @@ def show(found: Preview, report: Report) -> None:
         tokens = "" if prompt.tokens is None else f", {prompt.tokens} tokens"
         # paths may hold brackets, which rich reads as markup
         console.rule(f"prompt of {escape(prompt.where)}{tokens}", style="dim", align="left")
-        text = prompt.text
-        if len(text) > _SHOWN_CHARACTERS:
-            half = _SHOWN_CHARACTERS // 2
-            text = f"{text[:half]}\n[... {len(text) - 2 * half} characters ...]\n{text[-half:]}"
-        highlighted = Text(text)
+        highlighted = Text(_shortened(prompt.text))
         highlighted.highlight_words([token for token in found.special_tokens if len(token) > 1], style="bold reverse")
         console.print(highlighted)
     if found.prompts:
@@ -314,6 +310,13 @@ def show(found: Preview, report: Report) -> None:
         f"{found.num_rows} rows, {verdict}; {report.totals} ({found.seconds:.1f} s)",
         style="red" if report.errors else "green",
     )
+
+
+def _shortened(text: str) -> str:
+    """Return a very long text without its middle."""
+    half = _SHOWN_CHARACTERS // 2
+    left_out = len(text) - 2 * half
+    return text if left_out <= 0 else f"{text[:half]}\n[... {left_out} characters ...]\n{text[-half:]}"
 
 
 _REWARD_HEADS = (
