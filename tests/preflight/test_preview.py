@@ -267,6 +267,12 @@ def test_a_file_named_twice_is_counted_once(model, tmp_path):
     assert found.num_rows == 4 and found.rows.num_duplicates == 0 and found.rows.sources.total() == 4
 
 
+@pytest.mark.parametrize("module", ["verl.preflight.data", "verl.preflight.checks", "verl.config.model_info"])
+def test_a_module_may_be_the_first_to_be_imported(module):
+    done = subprocess.run([sys.executable, "-c", f"import {module}"], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
 def test_nothing_heavy_is_loaded_for_text(model, tmp_path):
     path = write(tmp_path, sums(3))
     code = (

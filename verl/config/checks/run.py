@@ -7,10 +7,10 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+from verl.config import model_info  # as a module: it imports this package, and may be imported first
 from verl.config.base import Problem, get_path
 from verl.config.checks.base import IsGiven, contradictions, given_below, problem, trained_roles, unused, validator
 from verl.config.checks.support import unsupported_but_off
-from verl.config.model_info import model_problems
 from verl.config.ppo import ACTOR, ROLLOUT, PPOConfig
 from verl.config.tree import show
 from verl.utils.import_utils import split_file_name
@@ -273,7 +273,7 @@ def missing_files(config: PPOConfig) -> list[Problem]:
     return [
         *_data_files(config),
         *_python_files(config),
-        *model_problems(config),
+        *model_info.model_problems(config),
         *_checkpoint(config),
         *_written_folders(config),
     ]
