@@ -120,3 +120,11 @@ def test_a_reference_that_is_to_be_saved_sets_nothing_since_it_is_never_trained(
     assert [word.partition("=")[0] for word in words if "save_contents" in word] == [
         "actor_rollout_ref.actor.checkpoint.save_contents"
     ]
+
+
+def test_auto_is_a_number_in_files_of_deepspeed_only():
+    settings = {"strategy_name": "deepspeed_train", "strategy_config": {"gradient_accumulation_steps": "auto"}}
+    assert not translate({"zero": {"gradient_accumulation_steps": "auto"}, "critic": {"strategy_args": settings}},
+                         referred=["zero"]).refusals  # fmt: skip
+    (refusal,) = translate({"num_return_sequences_in_group": "auto"}).refusals
+    assert "num_return_sequences_in_group=auto: is a whole number from 1 on" in refusal

@@ -8,7 +8,20 @@ from collections.abc import Iterator
 from typing import Any
 
 from verl.config.roll.batch import Roll
-from verl.config.roll.table import ACTOR, MODEL, REF, ROLLOUT, Idle, Note, Outcome, Refuse, Secret, Set, listed, place
+from verl.config.roll.table import (
+    ACTOR,
+    MODEL,
+    REF,
+    ROLLOUT,
+    Idle,
+    Note,
+    Outcome,
+    Refuse,
+    Secret,
+    Set,
+    listed,
+    place_of,
+)
 
 SHAPING, CORRECTION = "algorithm.reward_shaping", "algorithm.rollout_correction"
 LOSS_MODE = f"{ACTOR}.policy_loss.loss_mode"
@@ -343,19 +356,19 @@ def filters(key: str, value: Any, roll: Roll) -> Iterator[Outcome]:
 
 
 def checkpointing(key: str, value: Any, roll: Roll) -> Iterator[Outcome]:
-    if model := place(key, "model"):
+    if model := place_of(key, "model"):
         yield Set(f"{model}.enable_gradient_checkpointing", not value)
 
 
 def model_path(key: str, value: Any, roll: Roll) -> Iterator[Outcome]:
-    if model := place(key, "model"):
+    if model := place_of(key, "model"):
         yield Set(f"{model}.path", value)
     elif key.startswith("reference.") and value != roll.get("pretrain"):
         yield Set(f"{REF}.model.path", value)
 
 
 def lora(key: str, value: Any, roll: Roll) -> Iterator[Outcome]:
-    model, name = place(key, "model"), key.rpartition(".")[2]
+    model, name = place_of(key, "model"), key.rpartition(".")[2]
     if model is None:
         return
     if name == "lora_target":
@@ -378,7 +391,7 @@ def model_type(key: str, value: Any, roll: Roll) -> Iterator[Outcome]:
 
 
 def config_kwargs(key: str, value: Any, roll: Roll) -> Iterator[Outcome]:
-    if model := place(key, "model"):
+    if model := place_of(key, "model"):
         yield from (Set(f"{model}.override_config.{name}", item) for name, item in value.items())
 
 
@@ -392,13 +405,13 @@ def freeze(key: str, value: Any, roll: Roll) -> Iterator[Outcome]:
 
 
 def ulysses(key: str, value: Any, roll: Roll) -> Iterator[Outcome]:
-    if (role := place(key, "role")) and value != 1:
+    if (role := place_of(key, "role")) and value != 1:
         yield Set(f"{role}.ulysses_sequence_parallel_size", value)
-        yield Set(f"{place(key, 'model') or MODEL}.use_remove_padding", True)
+        yield Set(f"{place_of(key, 'model') or MODEL}.use_remove_padding", True)
 
 
 def betas(key: str, value: Any, roll: Roll) -> Iterator[Outcome]:
-    if optim := place(key, "optim"):
+    if optim := place_of(key, "optim"):
         section = key.rpartition(".")[0]
         both = [roll.get(f"{section}.adam_beta1", 0.9), roll.get(f"{section}.adam_beta2", 0.999)]
         yield Set(f"{optim}.betas", both)
@@ -406,7 +419,7 @@ def betas(key: str, value: Any, roll: Roll) -> Iterator[Outcome]:
 
 def warmup_steps(key: str, value: Any, roll: Roll) -> Iterator[Outcome]:
     """ROLL counts optimizer steps, the schedule here training steps."""
-    if (optim := place(key, "optim")) and value:
+    if (optim := place_of(key, "optim")) and value:
         updates = roll.updates_per_step(key.partition(".")[0])
         yield Set(f"{optim}.lr_warmup_steps", -(-value // updates))  # rounded up: a short warm-up is not none
         if updates > 1:
@@ -414,7 +427,7 @@ def warmup_steps(key: str, value: Any, roll: Roll) -> Iterator[Outcome]:
 
 
 def schedule(key: str, value: Any, roll: Roll) -> Iterator[Outcome]:
-    optim, known = place(key, "optim"), listed("schedules")
+    optim, known = place_of(key, "optim"), listed("schedules")
     if value not in known:
         instead = (f"{key}=cosine", f"{optim}.warmup_style") if optim else (f"{key}=cosine",)
         yield Refuse(key, value, f"known are {', '.join(known)}", instead)
@@ -434,7 +447,7 @@ def dynamic(key: str, value: Any, roll: Roll) -> Iterator[Outcome]:
         return
     role, name = key.split(".")
     kind = "train" if "train" in name else "infer"
-    tokens, place = roll.get(f"{role}.max_tokens_per_microbatch_in_{kind}"), place(key, "role")
+    tokens, place = roll.get(f"{role}.max_tokens_per_microbatch_in_{kind}"), place_of(key, "role")
     if kind == "train" and place in (ACTOR, "critic"):
         yield Set(f"{place}.use_dynamic_bsz", True)
         yield from [Set(f"{place}.ppo_max_token_len_per_gpu", tokens)] if tokens else []
@@ -501,14 +514,14 @@ def column(key: str, value: Any, roll: Roll) -> Iterator[Outcome]:
 
 def temperature(key: str, value: Any, roll: Roll) -> Iterator[Outcome]:
     """0 asks for the likeliest tokens; of training it leaves the temperature of the log-probs as it is."""
-    sampling, validates = place(key, "sampling"), key.startswith("validation")
+    sampling, validates = place_of(key, "sampling"), key.startswith("validation")
     yield from [Set(f"{sampling}.do_sample", value > 0)] if validates or value == 0 else []
     yield from [Set(f"{sampling}.temperature", value)] if validates or value > 0 else []
 
 
 def samples(key: str, value: Any, roll: Roll) -> Iterator[Outcome]:
     if key.startswith("validation") or roll.get("num_return_sequences_in_group") in (None, value):
-        yield Set(f"{place(key, 'sampling')}.n", value)
+        yield Set(f"{place_of(key, 'sampling')}.n", value)
     else:
         yield Note(f"{key}={value} has no effect: num_return_sequences_in_group decides")
 
@@ -528,7 +541,7 @@ def max_new_tokens(key: str, value: Any, roll: Roll) -> Iterator[Outcome]:
 
 def do_sample(key: str, value: Any, roll: Roll) -> Iterator[Outcome]:
     if key.startswith("validation") or value is False:
-        yield Set(f"{place(key, 'sampling')}.do_sample", bool(value))
+        yield Set(f"{place_of(key, 'sampling')}.do_sample", bool(value))
 
 
 def beams(key: str, value: Any, roll: Roll) -> Iterator[Outcome]:

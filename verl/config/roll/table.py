@@ -137,7 +137,7 @@ def listed(name: str) -> Any:
     return read_yaml("keys.yaml")[name]
 
 
-def place(key: str, kind: str) -> str | None:
+def place_of(key: str, kind: str) -> str | None:
     """The place of a kind (``role``, ``model``, ...) that a key's section has here."""
     found = listed("places").get(key.partition(".")[0], {}).get(kind)
     return None if found is None else str(found)

@@ -209,6 +209,8 @@ def _sentence(refusal: Refuse) -> str:
 def _in_shape(tree: Mapping[str, Any], place: str = "") -> tuple[dict[str, Any], list[Refuse]]:
     """The tree without what has the wrong shape: a text where a section stands, a text where a number does."""
     shapes = listed("shapes")
+    # Its files, below strategy_config or a section of the user's that is referred to, have "auto" for numbers.
+    is_of_deepspeed = "strategy_config." in place or place and place.partition(".")[0] not in shapes["sections"]
     kept: dict[str, Any] = {}
     refused = []
     for name, value in tree.items():
@@ -219,7 +221,8 @@ def _in_shape(tree: Mapping[str, Any], place: str = "") -> tuple[dict[str, Any],
         if value in (None, "None", "null") or is_section and value == []:
             kept |= {} if is_section else {name: None}
             continue
-        if name in shapes["counts"] and value != "auto" and (type(value) is not int or value < 1):
+        is_auto = value == "auto" and is_of_deepspeed
+        if name in shapes["counts"] and not is_auto and (type(value) is not int or value < 1):
             rule = "is a whole number from 1 on"
         elif name in shapes["numbers"] and type(value) not in (int, float):
             rule = "is a number"
