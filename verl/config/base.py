@@ -96,7 +96,7 @@ def option(default: Any, *conditions: ReadIf, never_read: str = "", **bounds: fl
     """
     metadata = {"bounds": Bounds(**bounds) if bounds else None, "read_if": conditions, "never_read": never_read}
     if isinstance(default, list | dict):
-        return field(default_factory=partial(_copied, default), metadata=metadata)
+        return field(default_factory=partial(read_only, default), metadata=metadata)
     return field(default=default, metadata=metadata)
 
 
@@ -105,10 +105,11 @@ def section(cls: type, **defaults: Any) -> Any:
     return field(default_factory=partial(cls, **defaults))
 
 
-def _copied(value: Any) -> Any:
-    if isinstance(value, dict):
-        return FreeDict({key: _copied(item) for key, item in value.items()})
-    return list(value) if isinstance(value, list) else value
+def read_only(value: Any) -> Any:
+    """A copy of a free-form value, its mappings as ``FreeDict``s."""
+    if isinstance(value, Mapping):
+        return FreeDict({key: read_only(item) for key, item in value.items()})
+    return [read_only(item) for item in value] if isinstance(value, list | tuple) else value
 
 
 class FreeDict(dict):
@@ -130,7 +131,7 @@ class FreeDict(dict):
         return FreeDict, (dict(self),)
 
     def __deepcopy__(self, memo: dict) -> "FreeDict":
-        return _copied(self)
+        return read_only(self)
 
 
 @dataclass

@@ -206,23 +206,13 @@ class OptimConfig(Config):
 _MICRO_BATCHES = "rows are split by ppo_mini_batch_size, and by ppo_micro_batch_size_per_gpu or a token budget"
 _FORMATS = "set fsdp_config.mixed_precision.param_dtype"
 _OPTIONS = (
-    "offload_optimizer",
-    "offload_param",
-    "overlap_comm",
-    "contiguous_gradients",
-    "reduce_bucket_size",
-    "allgather_bucket_size",
-    "stage3_prefetch_bucket_size",
-    "stage3_param_persistence_threshold",
-    "stage3_max_live_parameters",
-    "stage3_max_reuse_distance",
-    "zero_hpz_partition_size",
-)
+    "offload_optimizer", "offload_param", "overlap_comm", "contiguous_gradients", "reduce_bucket_size",
+    "allgather_bucket_size", "stage3_prefetch_bucket_size", "stage3_param_persistence_threshold",
+    "stage3_max_live_parameters", "stage3_max_reuse_distance", "zero_hpz_partition_size",
+)  # fmt: skip
 DEEPSPEED_KEYS = {
-    "train_batch_size": _MICRO_BATCHES,
-    "train_micro_batch_size_per_gpu": _MICRO_BATCHES,
-    "gradient_accumulation_steps": _MICRO_BATCHES,
-    "managed_gradient_accumulation": _MICRO_BATCHES,
+    **dict.fromkeys(("train_batch_size", "train_micro_batch_size_per_gpu"), _MICRO_BATCHES),
+    **dict.fromkeys(("gradient_accumulation_steps", "managed_gradient_accumulation"), _MICRO_BATCHES),
     "gradient_clipping": "set grad_clip",
     "optimizer": "set optim.*",
     "scheduler": "set optim.*",

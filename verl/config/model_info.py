@@ -94,7 +94,7 @@ def read_json(file: Path) -> dict[str, Any]:
 
 
 def read_model(path: str, override: Mapping[str, Any] | None = None) -> ModelFacts | None:
-    """Facts of the model at ``path``; None where its config.json is not at hand or is of no decoder.
+    """Shape of the model at ``path``; None where its config.json is not at hand or is of no decoder.
 
     Args:
         override: entries laid over config.json, as ``model.override_config``.
@@ -113,7 +113,7 @@ def read_model(path: str, override: Mapping[str, Any] | None = None) -> ModelFac
     experts = next((text[name] for name in _EXPERTS if text.get(name)), 0)
     inner = text.get("intermediate_size") or text.get("n_inner") or 4 * hidden
     shapes = stored_shapes(folder)
-    facts = ModelFacts(
+    model = ModelFacts(
         folder=folder,
         model_type=str(text.get("model_type", "")),
         layers=layers,
@@ -132,7 +132,7 @@ def read_model(path: str, override: Mapping[str, Any] | None = None) -> ModelFac
         architecture=next(iter(whole.get("architectures") or ()), ""),
         is_multimodal="vision_config" in whole,
     )
-    return facts if shapes else facts._replace(parameters=count_parameters(facts))
+    return model if shapes else model._replace(parameters=count_parameters(model))
 
 
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
@@ -143,20 +143,20 @@ def _tied_unless_said(text: Mapping[str, Any]) -> bool:
     return str(text.get("model_type", "")).startswith(("gemma", "gpt2", "opt", "bloom", "falcon"))
 
 
-def count_parameters(facts: ModelFacts) -> int:
+def count_parameters(model: ModelFacts) -> int:
     """Numbers of a decoder of this shape, vision towers left out."""
-    h, wide = facts.hidden, facts.heads * facts.head_size
-    narrow = facts.kv_heads * facts.head_size
+    h, wide = model.hidden, model.heads * model.head_size
+    narrow = model.kv_heads * model.head_size
     attention = 2 * h * wide + 2 * h * narrow
-    if facts.model_type in _BIASED_QKV:
+    if model.model_type in _BIASED_QKV:
         attention += wide + 2 * narrow
-    matrices = 2 if facts.model_type in _UNGATED else 3
-    mlp = matrices * h * facts.inner
-    if facts.experts:
-        mlp = facts.experts * mlp + h * facts.experts
-    norms = (4 if facts.model_type.startswith(("gemma2", "gemma3")) else 2) * h
-    norms += 2 * facts.head_size if facts.model_type.startswith("qwen3") else 0
-    return facts.layers * (attention + mlp + norms) + h + facts.embedding * (1 if facts.is_tied else 2)
+    matrices = 2 if model.model_type in _UNGATED else 3
+    mlp = matrices * h * model.inner
+    if model.experts:
+        mlp = model.experts * mlp + h * model.experts
+    norms = (4 if model.model_type.startswith(("gemma2", "gemma3")) else 2) * h
+    norms += 2 * model.head_size if model.model_type.startswith("qwen3") else 0
+    return model.layers * (attention + mlp + norms) + h + model.embedding * (1 if model.is_tied else 2)
 
 
 @lru_cache(maxsize=64)
@@ -218,21 +218,21 @@ def _divisors(number: int) -> str:
 
 
 def _rollout_shares_heads(config: PPOConfig) -> Iterator[Problem]:
-    rollout, facts = config.actor_rollout_ref.rollout, facts_of(config, "rollout")
+    rollout, model = config.actor_rollout_ref.rollout, facts_of(config, "rollout")
     size = rollout.tensor_model_parallel_size
-    if rollout.name == "hf" or facts is None or size == 1:
+    if rollout.name == "hf" or model is None or size == 1:
         return
-    if facts.heads % size:
+    if model.heads % size:
         text = (
-            f"does not divide the {facts.heads} attention heads (num_attention_heads) of "
-            f"{MODEL}.path={config.actor_rollout_ref.model.path}. Choose one of {_divisors(facts.heads)}."
+            f"does not divide the {model.heads} attention heads (num_attention_heads) of "
+            f"{MODEL}.path={config.actor_rollout_ref.model.path}. Choose one of {_divisors(model.heads)}."
         )
         yield problem(config, f"{ROLLOUT}.tensor_model_parallel_size", text, f"{MODEL}.path")
-    elif facts.kv_heads % size and size % facts.kv_heads:
+    elif model.kv_heads % size and size % model.kv_heads:
         text = (
-            f"neither divides the {facts.kv_heads} key-value heads (num_key_value_heads) of "
+            f"neither divides the {model.kv_heads} key-value heads (num_key_value_heads) of "
             f"{MODEL}.path={config.actor_rollout_ref.model.path} nor is a multiple of them. Choose one of "
-            f"{_divisors(facts.kv_heads)}."
+            f"{_divisors(model.kv_heads)}."
         )
         yield problem(config, f"{ROLLOUT}.tensor_model_parallel_size", text, f"{MODEL}.path")
 
@@ -240,27 +240,27 @@ def _rollout_shares_heads(config: PPOConfig) -> Iterator[Problem]:
 def _sequences_share_heads(config: PPOConfig) -> Iterator[Problem]:
     names = {ACTOR: "actor", REF: "ref", "critic": "critic", RM: "reward_model"}
     for key, section in models(config).items():
-        facts, size = facts_of(config, names[key]), section.ulysses_sequence_parallel_size
-        if facts is not None and facts.heads % size:
+        model, size = facts_of(config, names[key]), section.ulysses_sequence_parallel_size
+        if model is not None and model.heads % size:
             text = (
-                f"does not divide the {facts.heads} attention heads (num_attention_heads) of "
+                f"does not divide the {model.heads} attention heads (num_attention_heads) of "
                 f"{path_key(config, names[key])}={get_path(config, path_key(config, names[key]))}. Choose one of "
-                f"{_divisors(facts.heads)}."
+                f"{_divisors(model.heads)}."
             )
             yield problem(config, f"{key}.ulysses_sequence_parallel_size", text, path_key(config, names[key]))
 
 
 def _context_holds_prompt_and_response(config: PPOConfig) -> Iterator[Problem]:
-    rollout, facts = config.actor_rollout_ref.rollout, facts_of(config, "rollout")
-    if facts is None or facts.context is None:
+    rollout, model = config.actor_rollout_ref.rollout, facts_of(config, "rollout")
+    if model is None or model.context is None:
         return
     wanted = rollout.max_model_len or rollout.prompt_length + rollout.response_length
-    if wanted > facts.context:
+    if wanted > model.context:
         keys = "data.max_prompt_length + data.max_response_length"
         key = f"{ROLLOUT}.max_model_len" if rollout.max_model_len else "data.max_response_length"
         shown = f"{key}={wanted}" if rollout.max_model_len else f"{keys}={wanted}"
         text = (
-            f"{shown} is more than the {facts.context} tokens of context (max_position_embeddings) of "
+            f"{shown} is more than the {model.context} tokens of context (max_position_embeddings) of "
             f"{MODEL}.path={config.actor_rollout_ref.model.path}. Lower it, or raise "
             f"{MODEL}.override_config.max_position_embeddings if the model can do more."
         )
@@ -268,15 +268,15 @@ def _context_holds_prompt_and_response(config: PPOConfig) -> Iterator[Problem]:
 
 
 def _tokenizer_fits_the_embedding(config: PPOConfig) -> Iterator[Problem]:
-    facts, named = facts_of(config, "rollout"), config.data.tokenizer
-    folder = find_folder(named) if named else facts and facts.folder
+    model, named = facts_of(config, "rollout"), config.data.tokenizer
+    folder = find_folder(named) if named else model and model.folder
     size = tokenizer_size(folder) if folder else None
-    if facts is None or size is None or size <= facts.vocab:
+    if model is None or size is None or size <= model.vocab:
         return
     key, path = ("data.tokenizer", named) if named else (f"{MODEL}.path", config.actor_rollout_ref.model.path)
     whose = f"{MODEL}.path={config.actor_rollout_ref.model.path}" if named else "its model"
     text = (
-        f"{key}={path} has token ids up to {size - 1}, and {whose} has embeddings for {facts.vocab} (vocab_size): text "
+        f"{key}={path} has token ids up to {size - 1}, and {whose} has embeddings for {model.vocab} (vocab_size): text "
         "with the others would stop the run. Take the tokenizer the model was trained with."
     )
     yield Problem(key, text, (f"{MODEL}.path",))
@@ -303,10 +303,10 @@ def _roles_read_the_same_tokens(config: PPOConfig) -> Iterator[Problem]:
 
 
 def _reward_model_scores(config: PPOConfig) -> Iterator[Problem]:
-    facts = facts_of(config, "reward_model") if config.reward_model.enable else None
-    if facts is not None and facts.architecture and not facts.architecture.endswith(_LISTS_LABELS):
+    model = facts_of(config, "reward_model") if config.reward_model.enable else None
+    if model is not None and model.architecture and not model.architecture.endswith(_LISTS_LABELS):
         text = (
-            f"is of {facts.architecture}, not a reward model: its scores would be random numbers. Name a sequence or "
+            f"is of {model.architecture}, not a reward model: its scores would be random numbers. Name a sequence or "
             "token classifier with one label."
         )
         yield problem(config, f"{RM}.model.path", text)

@@ -11,7 +11,7 @@ import typing
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Literal, TypeVar, Union
 
-from verl.config.base import Config, FreeDict, Problem, did_you_mean
+from verl.config.base import Config, Problem, did_you_mean, read_only
 
 _TRUE, _FALSE = {"true", "yes", "on", "y", "1"}, {"false", "no", "off", "n", "0"}
 
@@ -122,9 +122,9 @@ def _convert(kind: Any, value: Any, default: Any, key: str, problems: list[Probl
     if origin is dict or kind is dict:
         if not isinstance(value, Mapping):
             raise _Unfit("must be a mapping, written {name: value}")
-        return _free(value)
+        return read_only(value)
     if kind is Any:
-        return _free(value)
+        return read_only(value)
     return _convert_scalar(kind, value)
 
 
@@ -212,12 +212,6 @@ def _check_bounds(bounds: Any, value: Any) -> None:
         broken = bounds.broken_by(number)
         if broken:
             raise _Unfit(broken)
-
-
-def _free(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return FreeDict({key: _free(item) for key, item in value.items()})
-    return [_free(item) for item in value] if isinstance(value, list | tuple) else value
 
 
 # -- Plain nested dicts addressed by dotted keys: the composed configuration before it is typed ----------------------

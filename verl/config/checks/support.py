@@ -26,7 +26,8 @@ from verl.utils.import_utils import split_file_name
 # are read as text, for the names they are given and the ``options`` they read. A test compares the result with the
 # registries.
 
-_METHODS = Path(__file__).parents[2] / "algorithms"
+_PACKAGE = Path(__file__).parents[2]
+_METHODS = _PACKAGE / "algorithms"
 
 
 # one line, or the lines up to a parenthesis at the left margin, as the formatter leaves them
@@ -34,6 +35,17 @@ _REGISTRATION = re.compile(
     r"^@?((?:register_adv_est|register_policy_loss|builtin_(?:estimator|policy_loss))\((?:[^\n]*\)$|$(?s:.*?)^\)))",
     re.MULTILINE,
 )
+
+
+def registered(files: str, decorator: str) -> tuple[str, ...]:
+    """Names that a decorator gives to classes of the package, in the order of the files.
+
+    Args:
+        files: pattern of paths below ``verl/``.
+    """
+    texts = (path.read_text(encoding="utf-8") for path in sorted(_PACKAGE.glob(files)))
+    calls = [call for text in texts for call in re.findall(rf"^@{decorator}\((.*)\)$", text, re.MULTILINE)]
+    return tuple(name for call in calls for name in re.findall(r'"(\w+)"', call))
 
 
 @cache
@@ -110,7 +122,7 @@ class Names(NamedTuple):
     key: str
     what: str
     built: tuple[str, ...]
-    planned: tuple[str, ...]
+    planned: tuple[str, ...] = ()
     registry: tuple[str, str] | None = None
     """(module, its collection of registered names); looked into only if somebody imported the module."""
     may_be_in_file: bool = False
@@ -134,7 +146,7 @@ LIMITS: tuple[Limit, ...] = (
             f"{role}.strategy",
             "the Megatron backend",
             "use fsdp2 or deepspeed, or local for one process",
-            ("fsdp2", "fsdp1", "deepspeed", "local"),
+            registered("workers/engine/*.py", "register_engine"),
         )
         for role in _ROLES
     ),
@@ -148,8 +160,6 @@ LIMITS: tuple[Limit, ...] = (
         "leave it alone: the actor's weights are handed over before sampling",
         ("auto", "dummy", "dummy_hf", "dummy_megatron", "hf", "dtensor", "megatron", "safetensors"),
     ),
-    # loss and advantages
-    # reward
     # run
     Limit("trainer.esi_redundant_time", "saving before an elastic instance ends", "lower trainer.save_freq"),
     Limit("trainer.profile_steps", "profiling of steps", _NO_PROFILER),
@@ -166,40 +176,32 @@ LIMITS: tuple[Limit, ...] = (
 )
 
 NAMES: tuple[Names, ...] = (
-    Names(
-        f"{_ROLLOUT}.name",
-        "rollout engine",
-        built=("hf", "vllm", "sglang"),
-        planned=("sglang_async", "server", "trtllm"),
-    ),
+    Names(f"{_ROLLOUT}.name", "rollout engine", ("hf", "vllm", "sglang"), ("sglang_async", "server", "trtllm")),
     Names(
         "algorithm.adv_estimator",
         "advantage estimator",
-        built=tuple(options_read("advantages")),
-        planned=(),
+        tuple(options_read("advantages")),
         registry=("verl.algorithms.advantages", "ADV_ESTIMATOR_REGISTRY"),
         may_be_in_file=True,
     ),
     Names(
         f"{_ACTOR}.policy_loss.loss_mode",
         "policy loss",
-        built=tuple(options_read("losses")),
-        planned=(),
+        tuple(options_read("losses")),
         registry=("verl.algorithms.losses", "POLICY_LOSS_REGISTRY"),
         may_be_in_file=True,
     ),
     Names(
         "reward_model.reward_manager",
         "reward manager",
-        built=("naive", "batch", "prime", "dapo"),
-        planned=(),
-        registry=("verl.rewards.managers.rule", "REWARD_MANAGER_REGISTRY"),
+        registered("rewards/managers/*.py", "register"),
+        registry=("verl.rewards.managers.registry", "REWARD_MANAGER_REGISTRY"),
         may_be_in_file=True,
     ),
     Names(
         "trainer.logger",
         "logger",
-        built=("console", "tensorboard", "wandb", "file"),
+        registered("telemetry/tracking.py", "register_backend"),
         planned=("mlflow", "swanlab", "vemlp_wandb", "clearml", "trackio"),
         registry=("verl.telemetry.tracking", "_BACKENDS"),
     ),
