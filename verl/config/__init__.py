@@ -13,8 +13,7 @@ from verl.config.critic import CriticConfig, CriticModelConfig
 from verl.config.data import DataConfig
 from verl.config.engine import FSDPConfig, MixedPrecisionConfig, OptimConfig, WrapPolicyConfig
 from verl.config.load import check, load_ppo_config, run_from_command_line
-from verl.config.model import FusedKernelConfig, ModelConfig
-from verl.config.ppo import ActorRolloutRefConfig, PPOConfig
+from verl.config.ppo import ActorRolloutRefConfig, FusedKernelConfig, ModelConfig, PPOConfig
 from verl.config.reward import RewardFunctionConfig, RewardModelConfig
 from verl.config.rollout import AgentConfig, MultiTurnConfig, RolloutConfig, SamplingConfig, TraceConfig
 from verl.config.trainer import CheckpointConfig, ProfilerConfig, RayInitConfig, TrainerConfig

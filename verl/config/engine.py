@@ -2,14 +2,40 @@
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, NamedTuple
 
 from verl.config.base import Config, option, read_if, section
 
 Strategy = Literal["fsdp", "fsdp2", "fsdp1", "local", "megatron", "deepspeed"]
-"""``fsdp2``: torch's fully_shard. ``fsdp``: its predecessor FullyShardedDataParallel; on a CPU, with one process and
-with ``fsdp_size=1`` it runs as fsdp2. Both give the same numbers and read each other's checkpoints. ``local``: one
-process, no sharding. ``deepspeed``: ZeRO, by the library. ``megatron`` is a known name that is not built yet."""
+"""``fsdp2``, or ``fsdp``: torch's fully_shard. ``fsdp1``: its predecessor FullyShardedDataParallel. All give the same
+numbers and read each other's checkpoints. ``local``: one process, no sharding. ``deepspeed``: ZeRO, by the library.
+``megatron`` is a known name that is not built yet."""
+
+
+class StrategyTraits(NamedTuple):
+    """Peculiarities of a training engine that checks of the configuration ask for. A new engine adds a row below."""
+
+    unread: tuple[str, ...] = ()
+    """Options of ``fsdp_config`` that it does not read."""
+    shards: str = ""
+    """End of the sentence that says so, after ``strategy=...``."""
+    is_one_process: bool = False
+    has_flat_pieces: bool = False
+    """Weights and gradients lie in flat pieces, without the shapes of the model's."""
+    has_zero: bool = False
+    """Reads the section ``deepspeed``."""
+
+
+_SHARDING = (
+    "reshard_after_forward", "fsdp_size", "forward_prefetch", "offload_policy", "wrap_policy.min_num_params",
+    "wrap_policy.transformer_layer_cls_to_wrap",
+)  # fmt: skip
+STRATEGIES: dict[str, StrategyTraits] = {
+    "fsdp1": StrategyTraits(has_flat_pieces=True),
+    "deepspeed": StrategyTraits(_SHARDING, "shards as {role}.deepspeed says", has_flat_pieces=True, has_zero=True),
+    "local": StrategyTraits((*_SHARDING, "mixed_precision.reduce_dtype"), "does not shard", is_one_process=True),
+}
+"""Training engine -> its peculiarities; one without a row, fsdp2 for example, has none."""
 
 Dtype = Literal["fp32", "float32", "bf16", "bfloat16", "fp16", "float16"]
 

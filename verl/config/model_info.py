@@ -220,7 +220,7 @@ def _divisors(number: int) -> str:
 def _rollout_shares_heads(config: PPOConfig) -> Iterator[Problem]:
     rollout, model = config.actor_rollout_ref.rollout, facts_of(config, "rollout")
     size = rollout.tensor_model_parallel_size
-    if rollout.name == "hf" or model is None or size == 1:
+    if not rollout.traits.is_external or model is None or size == 1:
         return
     if model.heads % size:
         text = (

@@ -1,21 +1,106 @@
 """The root of the configuration of ``verl.trainer.main_ppo``. Checks that span sections are in ``checks/``."""
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from verl.config.actor import ActorConfig, RefConfig
 from verl.config.algorithm import AlgorithmConfig
-from verl.config.base import Config, option, section
+from verl.config.base import Config, option, read_if, section
 from verl.config.critic import CriticConfig
 from verl.config.data import DataConfig
-from verl.config.model import ModelConfig
 from verl.config.reward import RewardFunctionConfig, RewardModelConfig
 from verl.config.rollout import RolloutConfig
 from verl.config.trainer import ProfilerConfig, RayInitConfig, TrainerConfig
 
+# -- The policy's model: where it is, and how its modules run --------------------------------------------------------
+
+
+@dataclass
+class FusedKernelConfig(Config):
+    """Implementation of the fused head; read with ``use_fused_kernels``."""
+
+    impl_backend: Literal["torch", "triton"] = option("torch", read_if("actor_rollout_ref.model.use_fused_kernels"))
+    """``torch``: log-probs and entropy from hidden states in chunks, which is also what runs without fused kernels.
+    ``triton``: log-probs of the same chunks by liger's kernel (``pip install -e '.[liger]'``); on CUDA only. It gives
+    no entropy: passes that need it, with ``actor.entropy_coeff`` the update, stay with ``torch``."""
+
+
+@dataclass
+class ModelConfig(Config):
+    """Model of actor, rollout and reference."""
+
+    path: str = "~/models/deepseek-llm-7b-chat"
+    """Folder in Hugging Face format, hub id, or ``hdfs://``."""
+
+    custom_chat_template: str | None = None
+    """Jinja template, or a file that holds one, to use instead of the tokenizer's own. Saved with checkpoints."""
+
+    use_shm: bool = False
+    """Copy the model's folder to /dev/shm, once a node, and let all processes load it from there. The copy stays for
+    the next run (delete /dev/shm/verl-cache); without room for it the folder itself is read, with a warning."""
+
+    external_lib: str | None = None
+    """Module to import in every process before the model is built: registers models, losses or estimators."""
+
+    override_config: dict[str, Any] = option({})
+    """Free-form: entries laid over the model's config.json, dropout for example; one that its config does not have is
+    refused (but with ``trust_remote_code``). The auxiliary loss of a mixture of experts is no part of any loss here, so
+    ``output_router_logits=true`` is refused."""
+
+    enable_gradient_checkpointing: bool = True
+    """Recompute activations in backward instead of keeping them. Source: Chen et al. 2016 (arXiv:1604.06174)."""
+
+    enable_activation_offload: bool = False
+    """Keep activations in host memory between forward and backward; with ``enable_gradient_checkpointing`` the inputs
+    of layers, else also their insides. Gradients are the same to the bit. No effect on a CPU device."""
+
+    use_remove_padding: bool = False
+    """Pack the rows of a micro-batch one behind another in one sequence: no padding runs, and token budgets count real
+    tokens. Attention then runs in flash-attn where installed, else in torch's kernel; families whose layers mix tokens
+    otherwise (linear attention, Mamba) are refused at the start. Source: Krell et al. 2021 (arXiv:2107.02027)."""
+
+    use_prefix_sharing: bool = False
+    """With ``use_remove_padding``: in log-prob passes and updates the responses to one prompt share its tokens, which
+    run once per micro-batch, forward and backward. Numbers stay the same; of n responses of R tokens to a prompt of P,
+    P + n R tokens run in place of n (P + R), and a prompt's images are looked at once."""
+
+    lora_rank: int = option(0, at_least=0)
+    """Rank of LoRA adapters; 0 trains the full weights. Source: Hu et al. 2021 (arXiv:2106.09685)."""
+
+    lora_alpha: float = option(16, read_if("lora_rank", remark="trains all weights"))
+    """LoRA's scale: adapters are multiplied by alpha / rank."""
+
+    target_modules: str | list[str] = option("all-linear", read_if("lora_rank", remark="trains all weights"))
+    """Linear layers that get an adapter: ``all-linear``, names or ends of names (``[q_proj,v_proj]``), or a regular
+    expression for whole names. The output layer never does."""
+
+    exclude_modules: str | list[str] | None = option(None, read_if("lora_rank", remark="trains all weights"))
+    """Linear layers that get none, named in the same ways."""
+
+    lora_adapter_path: str | None = None
+    """Folder of an adapter in peft's format to go on from; ``lora_rank``, ``lora_alpha`` and ``target_modules`` must
+    be those it was trained with."""
+
+    use_liger: bool = False
+    """Let the Triton kernels of liger-kernel (``pip install -e '.[liger]'``) compute norms, gated MLPs and the rotary
+    embedding of actor and reference; on CUDA only. Source: Hsu et al. 2024 (arXiv:2410.10989)."""
+
+    use_fused_kernels: bool = False
+    """Compute log-probs and entropy from hidden states without whole logits. Always so here: true adds the choice of
+    ``fused_kernel_options.impl_backend``."""
+
+    fused_kernel_options: FusedKernelConfig = section(FusedKernelConfig)
+    """How ``use_fused_kernels`` does it."""
+
+    trust_remote_code: bool = False
+    """Let the model run Python code that comes with its folder."""
+
+
 # keys of sections that messages name again and again
 ACTOR, REF, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.ref", "actor_rollout_ref.rollout"
+
 MODEL, RM = "actor_rollout_ref.model", "reward_model"
+
 SHAPING, CORRECTION = "algorithm.reward_shaping", "algorithm.rollout_correction"
 
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, NamedTuple
 
 from verl.batch import MicroBatching
 from verl.config.base import Config, ReadIf, option, read_if, section
@@ -366,6 +366,29 @@ class RolloutConfig(Config):
             return MicroBatching(None, self.log_prob_max_token_len_per_gpu)
         return MicroBatching(self.log_prob_micro_batch_size_per_gpu, None)
 
+    @property
+    def traits(self) -> "RolloutTraits":
+        """Peculiarities of the engine."""
+        return ROLLOUTS.get(self.name, RolloutTraits())
+
+    @property
+    def pipeline_stages(self) -> int:
+        """Groups of layers on GPUs of their own that one copy of the engine has."""
+        own = self.engine_kwargs.get(self.name) or {}
+        return (own.get("pipeline_parallel_size") or 1) if self.traits.has_pipeline else 1
+
+
+class RolloutTraits(NamedTuple):
+    """Peculiarities of a rollout engine that checks of the configuration ask for. A new engine adds a row below."""
+
+    is_external: bool = True
+    """A library with options of its own, that shares a model among GPUs."""
+    has_pipeline: bool = False
+    """Takes ``pipeline_parallel_size``, and reads a prompt in one forward unless chunked."""
+    has_cuda_graphs: bool = False
+    sampling_kwargs: tuple[str, ...] | None = None
+    """Names accepted in ``sampling_kwargs``. None: those of the installed version."""
+
 
 SINGLE_TURN = "single_turn_agent"
 """The agent loop that does what ``rollout.mode=sync`` does."""
@@ -389,6 +412,13 @@ def needs_agent_loops(mode: str, names: Iterable[str]) -> str | None:
 
 BY_HF = ("frequency_penalty", "presence_penalty", "logit_bias", "min_tokens", "allowed_token_ids")
 """Names that ``hf`` accepts in ``sampling_kwargs``, with the meaning of vLLM's SamplingParams."""
+
+ROLLOUTS = {
+    "hf": RolloutTraits(is_external=False, sampling_kwargs=BY_HF),
+    "vllm": RolloutTraits(has_pipeline=True, has_cuda_graphs=True),
+    "sglang": RolloutTraits(has_cuda_graphs=True),
+}
+"""Rollout engine -> its peculiarities; an engine of the user's has those of ``RolloutTraits()``."""
 
 HANDED_ON = (
     *BY_HF, "bad_words", "custom_params", "ebnf", "extra_args", "json_schema", "min_new_tokens", "no_stop_trim",

@@ -55,9 +55,9 @@ def gpu_options(config: PPOConfig) -> list[str]:
     Raises:
         ConfigError: such a run is refused; says why.
     """
-    tree, problems = config.to_dict(), []
+    tree = config.to_dict()
     tree["trainer"]["device"] = "cuda"
-    check(build(type(config)(), tree, "", problems))
+    check(build(type(config)(), tree, "", []))  # what the tree holds was typed before: nothing new can be wrong with it
     old = config.trainer.default_local_dir.rstrip("/")
     moved = {key: f"{old}-gpu{value[len(old) :]}" for key, value in _written(tree) if value.startswith(f"{old}/")}
     new = {"trainer.device": "cuda", "trainer.default_local_dir": f"{old}-gpu", **moved}

@@ -23,8 +23,7 @@ from verl.config.actor import ActorConfig, RefConfig
 from verl.config.base import READ, Config
 from verl.config.critic import CriticConfig, CriticModelConfig
 from verl.config.engine import FSDPConfig
-from verl.config.model import ModelConfig
-from verl.config.ppo import ActorRolloutRefConfig
+from verl.config.ppo import ActorRolloutRefConfig, ModelConfig
 from verl.config.reward import RewardModelConfig, RewardModelModelConfig
 from verl.config.trainer import CheckpointConfig
 from verl.data.vision import media_inputs

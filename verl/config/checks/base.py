@@ -9,6 +9,7 @@ from typing import Literal, NamedTuple
 from verl.config.actor import ActorConfig, RefConfig
 from verl.config.base import Config, Problem, ReadIf, get_path, leaves, peek
 from verl.config.critic import CriticConfig
+from verl.config.engine import STRATEGIES, FSDPConfig, StrategyTraits
 from verl.config.ppo import ACTOR, REF, RM, ROLLOUT, SHAPING, PPOConfig
 from verl.config.reward import RewardModelConfig
 from verl.config.tree import show
@@ -157,6 +158,34 @@ def models(config: PPOConfig) -> dict[str, Role]:
 def sharded(config: PPOConfig) -> dict[str, str]:
     """Role -> its section about sharding, of the roles there are."""
     return {key: f"{key}.fsdp_config" if key in (ACTOR, REF) else f"{key}.model.fsdp_config" for key in models(config)}
+
+
+class EngineRole(NamedTuple):
+    """A role that runs a model of its own, and the engine that runs it."""
+
+    key: str
+    section: Role
+    place: str
+    """Key of its section about sharding, ``sharding``."""
+    sharding: FSDPConfig
+    is_trained: bool
+    engine: StrategyTraits
+
+
+def engine_roles(config: PPOConfig) -> list[EngineRole]:
+    """The roles there are, with what is known of their engines."""
+    found, places = models(config), sharded(config)
+    return [
+        EngineRole(
+            key,
+            section,
+            places[key],
+            get_path(config, places[key]),
+            key in (ACTOR, "critic"),
+            STRATEGIES.get(section.strategy, StrategyTraits()),
+        )
+        for key, section in found.items()
+    ]
 
 
 def reward_shaping_keys(config: PPOConfig) -> list[str]:

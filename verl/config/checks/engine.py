@@ -4,18 +4,18 @@ from collections.abc import Iterator
 
 from verl.config.base import Problem, get_path
 from verl.config.checks.base import (
+    EngineRole,
     IsGiven,
-    Role,
     contradictions,
+    engine_roles,
     given_below,
     models,
     problem,
-    sharded,
     trained_roles,
     unused,
     validator,
 )
-from verl.config.engine import FSDPConfig, deepspeed_conflicts
+from verl.config.engine import deepspeed_conflicts
 from verl.config.ppo import ACTOR, MODEL, REF, RM, ROLLOUT, PPOConfig
 from verl.config.tree import show
 from verl.utils.distribution import install_command
@@ -72,31 +72,34 @@ def fsdp_size_divides_world_size(config: PPOConfig) -> Iterator[Problem]:
 
 @validator("error")
 def fp16_training_unsupported(config: PPOConfig) -> Iterator[Problem]:
-    for key, _, _ in trained_roles(config):
-        place = f"{key}.model.fsdp_config" if key == "critic" else f"{key}.fsdp_config"
-        sharding = get_path(config, place)
-        formats = {"mixed_precision.param_dtype": sharding.compute_dtype, "model_dtype": sharding.master_dtype}
+    for role in engine_roles(config):
+        formats = {
+            "mixed_precision.param_dtype": role.sharding.compute_dtype,
+            "model_dtype": role.sharding.master_dtype,
+        }
         for name, chosen in formats.items():
-            if chosen == "fp16":
-                text = f"{place}.{name}=fp16 loses small gradients, which no loss scaling keeps here. Use bf16 or fp32."
-                yield Problem(f"{place}.{name}", text)
+            if chosen == "fp16" and role.is_trained:
+                key = f"{role.place}.{name}"
+                yield Problem(
+                    key, f"{key}=fp16 loses small gradients, which no loss scaling keeps here. Use bf16 or fp32."
+                )
 
 
 @validator("error")
 def offload_policy_requires_fsdp2(config: PPOConfig) -> Iterator[Problem]:
-    for role, place in sharded(config).items():
-        if get_path(config, place).offload_policy and get_path(config, role).strategy == "fsdp1":
+    for role in engine_roles(config):
+        if role.sharding.offload_policy and role.section.strategy == "fsdp1":
             text = (
-                f"needs fsdp2, and {role}.strategy=fsdp1. Use {role}.strategy=fsdp2, or param_offload and "
+                f"needs fsdp2, and {role.key}.strategy=fsdp1. Use {role.key}.strategy=fsdp2, or param_offload and "
                 "optimizer_offload."
             )
-            yield problem(config, f"{place}.offload_policy", text, f"{role}.strategy")
+            yield problem(config, f"{role.place}.offload_policy", text, f"{role.key}.strategy")
 
 
 @validator("error")
-def l2_coef_requires_fsdp2_or_local(config: PPOConfig) -> Iterator[Problem]:
+def l2_coef_requires_whole_weights(config: PPOConfig) -> Iterator[Problem]:
     actor = config.actor_rollout_ref.actor
-    if actor.l2_coef and actor.strategy in ("deepspeed", "fsdp1"):
+    if actor.l2_coef and engine_roles(config)[0].engine.has_flat_pieces:
         text = (
             f"needs fsdp2 or local, and {ACTOR}.strategy={actor.strategy} keeps weights and gradients in flat pieces. "
             f"Use {ACTOR}.optim.weight_decay, or {ACTOR}.strategy=fsdp2."
@@ -106,102 +109,95 @@ def l2_coef_requires_fsdp2_or_local(config: PPOConfig) -> Iterator[Problem]:
 
 @validator("error")
 def local_strategy_requires_one_worker(config: PPOConfig) -> Iterator[Problem]:
-    for key in models(config):
-        if get_path(config, key).strategy == "local" and config.trainer.world_size > 1:
+    trainer = config.trainer
+    for role in engine_roles(config):
+        if role.engine.is_one_process and trainer.world_size > 1:
             text = (
-                f"runs in one process, but there are {config.trainer.world_size} workers "
-                f"(trainer.nnodes={config.trainer.nnodes} x trainer.n_gpus_per_node={config.trainer.n_gpus_per_node}). "
-                "Use fsdp2, or one worker."
+                f"runs in one process, but there are {trainer.world_size} workers (trainer.nnodes={trainer.nnodes} x "
+                f"trainer.n_gpus_per_node={trainer.n_gpus_per_node}). Use fsdp2, or one worker."
             )
-            yield problem(config, f"{key}.strategy", text, "trainer.n_gpus_per_node")
+            yield problem(config, f"{role.key}.strategy", text, "trainer.n_gpus_per_node")
 
 
-def deepspeed_roles(config: PPOConfig) -> Iterator[tuple[str, Role, FSDPConfig, bool]]:
-    """(key, section, sharding section, trained?) of the roles that run on DeepSpeed."""
-    for key, role in models(config).items():
-        if role.strategy == "deepspeed":
-            yield key, role, get_path(config, sharded(config)[key]), key in (ACTOR, "critic")
+def zero_roles(config: PPOConfig) -> list[EngineRole]:
+    """The roles that run on DeepSpeed."""
+    return [role for role in engine_roles(config) if role.engine.has_zero]
 
 
 @validator("error")
 def zero_offload_requires_stage(config: PPOConfig) -> Iterator[Problem]:
-    for key, role, _, is_trained in deepspeed_roles(config):
-        zero, stage = role.deepspeed, f"{key}.deepspeed.zero_stage"
+    for role in zero_roles(config):
+        zero, stage = role.section.deepspeed, f"{role.key}.deepspeed.zero_stage"
         if zero.offload_param and zero.zero_stage != 3:
             text = (
                 f"with {stage}={zero.zero_stage}: weights that are whole on every rank cannot be kept in host memory "
                 f"during training. Set {stage}=3, or fsdp_config.param_offload, which moves them between phases."
             )
-            yield problem(config, f"{key}.deepspeed.offload_param", text, stage)
-        if zero.offload_optimizer and zero.zero_stage == 0 and is_trained:
+            yield problem(config, f"{role.key}.deepspeed.offload_param", text, stage)
+        if zero.offload_optimizer and zero.zero_stage == 0 and role.is_trained:
             text = (
                 f"with {stage}=0: without ZeRO the optimizer is not DeepSpeed's. Set {stage} to 1, 2 or 3, or "
                 "fsdp_config.optimizer_offload, which moves its state between updates."
             )
-            yield problem(config, f"{key}.deepspeed.offload_optimizer", text, stage)
+            yield problem(config, f"{role.key}.deepspeed.offload_optimizer", text, stage)
 
 
 @validator("error")
 def zero_optimizer_requires_fp32_weights(config: PPOConfig) -> Iterator[Problem]:
-    for key, role, sharding, is_trained in deepspeed_roles(config):
-        if is_trained and role.deepspeed.zero_stage and sharding.master_dtype != "fp32":
-            name = f"{'critic.model' if key == 'critic' else key}.fsdp_config.model_dtype"
+    for role in zero_roles(config):
+        if role.is_trained and role.section.deepspeed.zero_stage and role.sharding.master_dtype != "fp32":
             text = (
-                f"with {key}.strategy=deepspeed: the sharded optimizer keeps the weights in fp32. Set it to fp32; "
+                f"with {role.key}.strategy=deepspeed: the sharded optimizer keeps the weights in fp32. Set it to fp32; "
                 "mixed_precision.param_dtype is the format of forward and backward."
             )
-            yield problem(config, name, text, f"{key}.strategy")
+            yield problem(config, f"{role.place}.model_dtype", text, f"{role.key}.strategy")
 
 
 @validator("error")
 def zero_stage_1_bf16_cannot_offload(config: PPOConfig) -> Iterator[Problem]:
-    for key, role, sharding, is_trained in deepspeed_roles(config):
-        leaves = sharding.param_offload or sharding.optimizer_offload
-        zero = role.deepspeed
-        if config.trainer.device != "cuda" or not is_trained or not leaves or zero.offload_optimizer:
-            continue
-        if zero.zero_stage == 1 and sharding.compute_dtype == "bf16":
+    for role in zero_roles(config):
+        zero, sharding = role.section.deepspeed, role.sharding
+        leaves = (sharding.param_offload or sharding.optimizer_offload) and not zero.offload_optimizer
+        in_bf16 = config.trainer.device == "cuda" and sharding.compute_dtype == "bf16"
+        if role.is_trained and leaves and in_bf16 and zero.zero_stage == 1:
             text = (
                 "in bf16 with fsdp_config.param_offload or optimizer_offload: DeepSpeed's optimizer of this stage "
                 "stays on the device. Use zero_stage=2, or deepspeed.offload_optimizer=true."
             )
-            yield problem(config, f"{key}.deepspeed.zero_stage", text)
+            yield problem(config, f"{role.key}.deepspeed.zero_stage", text)
 
 
 @validator("error")
 def hpz_partition_size_divides_world_size(config: PPOConfig) -> Iterator[Problem]:
-    for key, role, _, _ in deepspeed_roles(config):
-        size, world = role.deepspeed.zero_hpz_partition_size, config.trainer.world_size
-        if role.deepspeed.zero_stage == 3 and world % size:
+    world = config.trainer.world_size
+    for role in zero_roles(config):
+        if role.section.deepspeed.zero_stage == 3 and world % role.section.deepspeed.zero_hpz_partition_size:
             text = f"does not divide the {world} workers. Choose a divisor of {world}, usually those of one machine."
-            yield problem(config, f"{key}.deepspeed.zero_hpz_partition_size", text, "trainer.n_gpus_per_node")
+            yield problem(config, f"{role.key}.deepspeed.zero_hpz_partition_size", text, "trainer.n_gpus_per_node")
 
 
 @validator("error")
 def deepspeed_config_conflicts(config: PPOConfig) -> Iterator[Problem]:
-    for key, role, _, _ in deepspeed_roles(config):
-        for name, value, way_out in deepspeed_conflicts(role.deepspeed.config):
-            text = f"{key}.deepspeed.config.{name}={show(value)} is decided by verl: {way_out}."
-            yield Problem(f"{key}.deepspeed.config", text)
+    for role in zero_roles(config):
+        for name, value, option in deepspeed_conflicts(role.section.deepspeed.config):
+            key = f"{role.key}.deepspeed.config"
+            yield Problem(key, f"{key}.{name}={show(value)} is decided by verl: {option}.")
 
 
 @validator("error")
 def triton_kernels_require_cuda(config: PPOConfig) -> Iterator[Problem]:
-    model, place = config.actor_rollout_ref.model, "actor_rollout_ref.model"
-    wanted = {
-        f"{place}.use_liger": (model.use_liger, "Set it to false"),
-        f"{place}.fused_kernel_options.impl_backend": (
-            model.use_fused_kernels and model.fused_kernel_options.impl_backend == "triton",
-            "Use torch, which computes the same",
-        ),
-    }
-    for key, (is_wanted, way_out) in wanted.items():
-        if is_wanted and config.trainer.device != "cuda":
+    model, device = config.actor_rollout_ref.model, config.trainer.device
+    is_triton = model.use_fused_kernels and model.fused_kernel_options.impl_backend == "triton"
+    for name, is_on, instead in (
+        ("use_liger", model.use_liger, "Set it to false"),
+        ("fused_kernel_options.impl_backend", is_triton, "Use torch, which computes the same"),
+    ):
+        if is_on and device != "cuda":
             text = (
-                f"with trainer.device={config.trainer.device}: liger's Triton kernels (`{install_command('liger')}`) "
-                f"run on CUDA devices only. {way_out}, or set trainer.device=cuda."
+                f"with trainer.device={device}: liger's Triton kernels (`{install_command('liger')}`) run on CUDA "
+                f"devices only. {instead}, or set trainer.device=cuda."
             )
-            yield problem(config, key, text, "trainer.device")
+            yield problem(config, f"{MODEL}.{name}", text, "trainer.device")
 
 
 # -- Settings of models, sharding and formats without effect ---------------------------------------------------------
@@ -246,93 +242,64 @@ def torch_compile_unused_on_cpu(config: PPOConfig, is_given: IsGiven) -> Iterato
 
 @validator("warning")
 def fsdp_means_fsdp2(config: PPOConfig, is_given: IsGiven) -> Iterator[Problem]:
-    roles = [role for role in sharded(config) if is_given(f"{role}.strategy")]
-    named = [f"{role}.strategy=fsdp" for role in roles if get_path(config, role).strategy == "fsdp"]
+    keys = [f"{key}.strategy" for key in models(config) if is_given(f"{key}.strategy")]
+    named = [f"{key}=fsdp" for key in keys if get_path(config, key) == "fsdp"]
     if named:
         text = f"{', '.join(named)} is FSDP2 (fully_shard), with the same results; fsdp1 names the older implementation"
         yield Problem(named[0].partition("=")[0], text)
 
 
 @validator("warning")
-def sharding_options_unused_with_local_strategy(config: PPOConfig, is_given: IsGiven) -> Iterator[Problem]:
-    names = (
-        "reshard_after_forward",
-        "forward_prefetch",
-        "offload_policy",
-        "fsdp_size",
-        "wrap_policy.min_num_params",
-        "wrap_policy.transformer_layer_cls_to_wrap",
-        "mixed_precision.reduce_dtype",
-    )
-    for role, place in sharded(config).items():
-        if get_path(config, role).strategy == "local":
-            keys = [f"{place}.{name}" for name in names]
-            yield from unused(config, keys, is_given, f"{role}.strategy=local does not shard")
-
-
-@validator("warning")
-def fsdp_options_unused_with_deepspeed(config: PPOConfig, is_given: IsGiven) -> Iterator[Problem]:
-    names = (
-        "reshard_after_forward",
-        "fsdp_size",
-        "forward_prefetch",
-        "offload_policy",
-        "wrap_policy.min_num_params",
-        "wrap_policy.transformer_layer_cls_to_wrap",
-    )
-    for role, place in sharded(config).items():
-        if get_path(config, role).strategy == "deepspeed":
-            keys = [f"{place}.{name}" for name in names]
-            yield from unused(config, keys, is_given, f"{role}.strategy=deepspeed shards as {role}.deepspeed says")
+def sharding_options_unused(config: PPOConfig, is_given: IsGiven) -> Iterator[Problem]:
+    for role in engine_roles(config):
+        why = f"{role.key}.strategy={role.section.strategy} {role.engine.shards.format(role=role.key)}"
+        yield from unused(config, [f"{role.place}.{name}" for name in role.engine.unread], is_given, why)
 
 
 @validator("warning")
 def deepspeed_options_unused(config: PPOConfig, is_given: IsGiven) -> Iterator[Problem]:
-    stage3 = ("offload_param", "zero_hpz_partition_size")
-    for role in sharded(config):
-        section, keys = get_path(config, role), given_below(f"{role}.deepspeed", config, is_given)
-        stage = section.deepspeed.zero_stage
-        keys = [key for key in keys if not key.endswith(".zero_stage") or section.strategy != "deepspeed"]
-        if section.strategy != "deepspeed":
-            yield from unused(config, keys, is_given, f"{role}.strategy={section.strategy}")
-        elif role in (REF, RM) and stage < 3:
+    stage3 = ("stage3_", "offload_param", "zero_hpz_partition_size")
+    for role in engine_roles(config):
+        stage, keys = role.section.deepspeed.zero_stage, given_below(f"{role.key}.deepspeed", config, is_given)
+        if not role.engine.has_zero:
+            yield from unused(config, keys, is_given, f"{role.key}.strategy={role.section.strategy}")
+            continue
+        keys = [key for key in keys if not key.endswith(".zero_stage")]
+        if not role.is_trained and stage < 3:
             yield from unused(config, keys, is_given, "below zero_stage=3 what only scores is whole on every rank")
         elif stage == 0:
             keys = [key for key in keys if not key.endswith(".reduce_bucket_size")]
-            yield from unused(config, keys, is_given, f"{role}.deepspeed.zero_stage=0 shards nothing")
+            yield from unused(config, keys, is_given, f"{role.key}.deepspeed.zero_stage=0 shards nothing")
         elif stage < 3:
-            names = [key for key in keys if key.rpartition(".")[2].startswith(("stage3_", *stage3))]
-            yield from unused(config, names, is_given, f"{role}.deepspeed.zero_stage={stage} keeps weights whole")
+            keys = [key for key in keys if key.rpartition(".")[2].startswith(stage3)]
+            yield from unused(config, keys, is_given, f"{role.key}.deepspeed.zero_stage={stage} keeps weights whole")
 
 
 @validator("warning")
-def model_dtype_unused_without_training(config: PPOConfig, is_given: IsGiven) -> Iterator[Problem]:
-    keys = [f"{REF}.fsdp_config.model_dtype"] if config.uses_reference else []
-    keys += [f"{RM}.model.fsdp_config.model_dtype"] if config.reward_model.enable else []
+def training_options_unused_without_training(config: PPOConfig, is_given: IsGiven) -> Iterator[Problem]:
+    frozen = [role for role in engine_roles(config) if not role.is_trained]
     why = "weights that are not trained are kept in mixed_precision.param_dtype"
-    yield from unused(config, keys, is_given, why)
+    yield from unused(config, [f"{role.place}.model_dtype" for role in frozen], is_given, why)
+    for role in frozen if config.trainer.device != "cpu" else ():  # there, the next warning names all offload
+        why = f"the {'reference' if role.key == REF else 'reward model'} is not trained"
+        yield from unused(config, [f"{role.place}.optimizer_offload"], is_given, why)
 
 
 @validator("warning")
 def offload_options_unused(config: PPOConfig, is_given: IsGiven) -> Iterator[Problem]:
+    roles, names = engine_roles(config), ("param_offload", "optimizer_offload", "offload_policy")
     if config.trainer.device == "cpu":
-        names = ("param_offload", "optimizer_offload", "offload_policy")
-        switches = [f"{place}.{name}" for place in sharded(config).values() for name in names]
-        switches += ["actor_rollout_ref.model.enable_activation_offload"]
-        switches += ["critic.model.enable_activation_offload"] * config.uses_critic
-        switches += [f"{role}.deepspeed.offload_{name}" for role in sharded(config) for name in ("param", "optimizer")]
-        keys = [key for key in switches if get_path(config, key)]
+        keys = [f"{role.place}.{name}" for role in roles for name in names]
+        keys += [f"{MODEL}.enable_activation_offload"]
+        keys += ["critic.model.enable_activation_offload"] * config.uses_critic
+        keys += [f"{role.key}.deepspeed.offload_{name}" for role in roles for name in ("param", "optimizer")]
+        keys = [key for key in keys if get_path(config, key)]
         yield from unused(config, keys, is_given, "with trainer.device=cpu all is in host memory")
         return
-    if config.uses_reference:
-        yield from unused(config, [f"{REF}.fsdp_config.optimizer_offload"], is_given, "the reference is not trained")
-    for role, place in sharded(config).items():
-        if get_path(config, place).offload_policy and get_path(config, role).strategy != "local":
-            keys = [key for key in (f"{place}.param_offload", f"{place}.optimizer_offload") if get_path(config, key)]
-            yield from unused(config, keys, is_given, f"{place}.offload_policy keeps both in host memory for good")
-    if config.reward_model.enable:
-        keys = [f"{RM}.model.fsdp_config.optimizer_offload"]
-        yield from unused(config, keys, is_given, "the reward model is not trained")
+    for role in roles:
+        if role.sharding.offload_policy and not role.engine.is_one_process:
+            keys = [f"{role.place}.{name}" for name in names[:2] if role.sharding[name]]
+            yield from unused(config, keys, is_given, f"{role.place}.offload_policy keeps both in host memory for good")
 
 
 # -- Settings with which a run would work and which are probably not meant ------------------------------------------

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from verl.config.base import Problem, get_path
 from verl.config.checks.base import TOKEN_BASELINES, IsGiven, contradictions, problem, unused, validator
 from verl.config.ppo import ROLLOUT, PPOConfig
-from verl.config.rollout import BY_HF, DECIDED, OF_WHOLE_RESPONSES, OWN, RESHAPE
+from verl.config.rollout import DECIDED, OF_WHOLE_RESPONSES, OWN, RESHAPE
 from verl.config.tree import show
 
 _GROUP_ESTIMATORS = ("grpo", "rloo", "grpo_passk", "opo", "gpg", "gdpo", "gigpo", *TOKEN_BASELINES)
@@ -65,7 +65,8 @@ def group_estimator_requires_several_responses(config: PPOConfig) -> Iterator[Pr
 
 @validator("error")
 def sampling_kwargs_allowed(config: PPOConfig) -> Iterator[Problem]:
-    engine = config.actor_rollout_ref.rollout.name
+    rollout = config.actor_rollout_ref.rollout
+    known = rollout.traits.sampling_kwargs
     for place in (ROLLOUT, f"{ROLLOUT}.val_kwargs"):
         for name, value in get_path(config, place).sampling_kwargs.items():
             key = f"{place}.sampling_kwargs.{name}"
@@ -73,8 +74,8 @@ def sampling_kwargs_allowed(config: PPOConfig) -> Iterator[Problem]:
                 way_out = f"set {ROLLOUT if name == 'ignore_eos' else place}.{name}, the key it has of its own"
             elif name in DECIDED or name.startswith("_"):
                 way_out = DECIDED.get(name, "leave it out")
-            elif engine == "hf" and name not in BY_HF:
-                way_out = f"{ROLLOUT}.name=hf knows {', '.join(BY_HF)}; use another engine for others"
+            elif known is not None and name not in known:
+                way_out = f"{ROLLOUT}.name={rollout.name} knows {', '.join(known)}; use another engine for others"
             else:
                 continue
             text = f"{key}={show(value)} cannot be handed to the engine: {way_out}."
@@ -116,7 +117,7 @@ def max_model_len_holds_prompt_and_response(config: PPOConfig) -> Iterator[Probl
 def chunked_prefill_vs_max_batched_tokens(config: PPOConfig) -> Iterator[Problem]:
     rollout = config.actor_rollout_ref.rollout
     longest = rollout.max_model_len or rollout.longest_sequence
-    if rollout.name == "vllm" and not rollout.enable_chunked_prefill and rollout.max_num_batched_tokens < longest:
+    if rollout.traits.has_pipeline and not rollout.enable_chunked_prefill and rollout.max_num_batched_tokens < longest:
         text = (
             f"with {ROLLOUT}.enable_chunked_prefill=false: vLLM then reads a sequence in one forward, and it may have "
             f"{longest} tokens. Raise it to {longest}, or set enable_chunked_prefill=true."
@@ -128,18 +129,12 @@ def chunked_prefill_vs_max_batched_tokens(config: PPOConfig) -> Iterator[Problem
 def tensor_parallel_size_divides_workers(config: PPOConfig) -> Iterator[Problem]:
     rollout, workers = config.actor_rollout_ref.rollout, sum(config.rollout_processes)
     place = "trainer" if config.actor_rollout_ref.hybrid_engine else ROLLOUT
-    stages = (rollout.engine_kwargs.get("vllm") or {}).get("pipeline_parallel_size") or 1
-    stages = stages if rollout.name == "vllm" else 1
-    if rollout.name != "hf" and workers % (rollout.tensor_model_parallel_size * stages):
-        times = f"times engine_kwargs.vllm.pipeline_parallel_size={stages} " if stages != 1 else ""
-        yield problem(
-            config,
-            f"{ROLLOUT}.tensor_model_parallel_size",
-            f"{times}does not divide the {workers} workers ({place}.nnodes x {place}.n_gpus_per_node). "
-            f"Choose a divisor of {workers}.",
-            f"{place}.n_gpus_per_node",
-            f"{ROLLOUT}.engine_kwargs",
-        )
+    stages = rollout.pipeline_stages
+    if rollout.traits.is_external and workers % (rollout.tensor_model_parallel_size * stages):
+        times = f"times engine_kwargs.{rollout.name}.pipeline_parallel_size={stages} " if stages != 1 else ""
+        what = f"the {workers} workers ({place}.nnodes x {place}.n_gpus_per_node)"
+        text, also = f"{times}does not divide {what}. Choose a divisor of {workers}.", f"{place}.n_gpus_per_node"
+        yield problem(config, f"{ROLLOUT}.tensor_model_parallel_size", text, also, f"{ROLLOUT}.engine_kwargs")
 
 
 @validator("error")
@@ -181,7 +176,7 @@ def weight_sync_freq_requirements(config: PPOConfig) -> Iterator[Problem]:
 @validator("warning")
 def engine_options_unused_with_hf(config: PPOConfig, is_given: IsGiven) -> Iterator[Problem]:
     rollout = config.actor_rollout_ref.rollout
-    if rollout.name != "hf":
+    if rollout.traits.is_external:
         return
     knobs = [
         "enforce_eager",
@@ -193,13 +188,14 @@ def engine_options_unused_with_hf(config: PPOConfig, is_given: IsGiven) -> Itera
     ]
     if rollout.tensor_model_parallel_size != 1:
         knobs.append("tensor_model_parallel_size")
-    yield from unused(config, [f"{ROLLOUT}.{knob}" for knob in knobs], is_given, f"{ROLLOUT}.name=hf has no such knob")
+    why = f"{ROLLOUT}.name={rollout.name} has no such knob"
+    yield from unused(config, [f"{ROLLOUT}.{knob}" for knob in knobs], is_given, why)
 
 
 @validator("warning")
 def engine_kwargs_of_other_engine(config: PPOConfig, is_given: IsGiven) -> Iterator[Problem]:
     rollout, key = config.actor_rollout_ref.rollout, f"{ROLLOUT}.engine_kwargs"
-    if rollout.name == "hf":
+    if not rollout.traits.is_external:
         return
     for engine, arguments in rollout.engine_kwargs.items():
         given = [f"{key}.{engine}.{name}={show(value)}" for name, value in (arguments or {}).items() if value]
@@ -213,7 +209,7 @@ def engine_kwargs_of_other_engine(config: PPOConfig, is_given: IsGiven) -> Itera
 def gpu_memory_utilization_on_cpu(config: PPOConfig, is_given: IsGiven) -> Iterator[Problem]:
     key, rollout = f"{ROLLOUT}.gpu_memory_utilization", config.actor_rollout_ref.rollout
     if config.trainer.device == "cpu" and is_given(key):
-        most = "" if rollout.name == "hf" else ", 1 GiB at most"
+        most = ", 1 GiB at most" if rollout.traits.is_external else ""
         text = (
             f"{key}={show(rollout.gpu_memory_utilization)} has no effect on any GPU with trainer.device=cpu: half of "
             f"that share of the machine's memory, divided among its workers{most}, bounds the key-value cache, and so "
@@ -225,7 +221,7 @@ def gpu_memory_utilization_on_cpu(config: PPOConfig, is_given: IsGiven) -> Itera
 @validator("warning")
 def enforce_eager_on_cpu(config: PPOConfig, is_given: IsGiven) -> Iterator[Problem]:
     rollout = config.actor_rollout_ref.rollout
-    if rollout.name in ("vllm", "sglang") and config.trainer.device == "cpu" and not rollout.enforce_eager:
+    if rollout.traits.has_cuda_graphs and config.trainer.device == "cpu" and not rollout.enforce_eager:
         yield from unused(config, [f"{ROLLOUT}.enforce_eager"], is_given, "there are no CUDA graphs on a CPU")
 
 
@@ -337,7 +333,7 @@ def high_gpu_memory_utilization(config: PPOConfig) -> Iterator[Problem]:
             f"are 0.4 to 0.8."
         )
         yield problem(config, key, text)
-    if not rollout.free_cache_engine and is_shared and rollout.name != "hf":
+    if not rollout.free_cache_engine and is_shared and rollout.traits.is_external:
         text = (
             f"with {key}={rollout.gpu_memory_utilization}: the engine holds that share of each GPU while the actor "
             f"trains. Set it to true."

@@ -5,7 +5,7 @@ The classes are those of ``verl.config``; the names are the ones user code knows
 
 from verl.config.algorithm import AlgorithmConfig as AlgoConfig
 from verl.config.algorithm import KLControlConfig, PFPPOConfig, RolloutCorrectionConfig
-from verl.config.model import ModelConfig as BaseModelConfig
+from verl.config.ppo import ModelConfig as BaseModelConfig
 from verl.config.ppo import PPOConfig
 from verl.config.reward import RewardModelConfig, SandboxFusionConfig
 from verl.config.trainer import CheckpointConfig, NPUProfileConfig, ProfilerConfig, RayInitConfig, TrainerConfig
