@@ -179,7 +179,7 @@ class ActorConfig(Config):
     """Passes over the batch of one training step."""
 
     shuffle: bool = False
-    """Draw the responses of each mini-batch at random from the whole batch, anew each epoch; the draw depends on
+    """Choose the responses of each mini-batch at random from the whole batch, again each epoch; the choice depends on
     ``trainer.seed`` and the step, not on the number of ranks. False: mini-batches follow the order of the prompts."""
 
     skip_old_log_probs: bool = False

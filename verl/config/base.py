@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import FrozenInstanceError, dataclass, field
 from functools import partial
 from types import FrameType
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, TypeVar
 
 MISSING = "???"
 """Default of an option the user must give; hydra's and OmegaConf's spelling of it."""
@@ -277,7 +277,10 @@ _SECTIONS: set[str] = set()
 """Modules that declare watched sections: a property there reads on behalf of whoever asked for it."""
 
 
-def watch(config: Any, path: str = "") -> Any:
+Watched = TypeVar("Watched", bound=Config)
+
+
+def watch(config: Watched, path: str = "") -> Watched:
     """Record who reads what below ``config``, a section at the dotted key ``path``; returns it."""
     for name in config:
         value = peek(config, name)
@@ -287,40 +290,40 @@ def watch(config: Any, path: str = "") -> Any:
     return config
 
 
-def is_watched(config: Any) -> bool:
+def is_watched(config: Config) -> bool:
     return _PATH in vars(config)
 
 
-def peek(config: Any, name: str) -> Any:
+def peek(config: Config, name: str) -> Any:
     """Value of an option, without counting as its reader."""
     values = vars(config)
     return values[name] if name in values else values[_WAITING][name]
 
 
-def is_set(config: Any, name: str) -> bool:
+def is_set(config: Config, name: str) -> bool:
     """Whether ``__init__`` has given the option its value."""
     return name in vars(config) or name in vars(config).get(_WAITING, ())
 
 
-def state_of(config: Any) -> dict[str, Any]:
+def state_of(config: Config) -> dict[str, Any]:
     """What a copy of a section in this or another process is made of."""
     state = dict(vars(config))
     return state.pop(_WAITING, {}) | state
 
 
-def restore(config: Any, state: dict[str, Any]) -> None:
+def restore(config: Config, state: dict[str, Any]) -> None:
     """Make ``config``, an empty instance, the copy; a copy of a watched section is watched too."""
     vars(config).update(state)
     if _PATH in state:
         _watch_one(config, state[_PATH])
 
 
-def rewatched(config: Any, original: Any) -> Any:
+def rewatched(config: Watched, original: Config) -> Watched:
     """``config``, a changed copy of ``original``, watched if that is."""
     return watch(config, vars(original)[_PATH]) if is_watched(original) else config
 
 
-def _watch_one(config: Any, path: str) -> None:
+def _watch_one(config: Config, path: str) -> None:
     cls, values = type(config), vars(config)
     names = [item.name for item in dataclasses.fields(config)]
     for name in names:

@@ -30,7 +30,7 @@ class Place(NamedTuple):
     kind: Literal["option", "section", "free", "unknown"]
     reached: str
     """The part of the key that exists."""
-    siblings: tuple[str, ...] = ()
+    names: tuple[str, ...] = ()
     """For an unknown key: the names that stand where it went astray."""
 
 
@@ -124,7 +124,7 @@ def _judge_group(
 def unknown_key(root: type[Config], key: str, place: Place) -> str:
     """The sentence about a key that does not exist, with the nearest one that does."""
     near = nearest_key(root, key, place)
-    there = ", ".join(place.siblings) or f"none below {place.reached}"
+    there = ", ".join(place.names) or f"none below {place.reached}"
     hint = f"; did you mean {near!r}?" if near else f". Options there: {there}."
     return f"{key} is not an option{hint}"
 
@@ -187,7 +187,7 @@ def nearest_key(root: type[Config], key: str, place: Place) -> str | None:
     rest = key[len(place.reached) :].lstrip(".")
     wrong, _, below = rest.partition(".")
     scored: list[tuple[float, str]] = []
-    for name in place.siblings:
+    for name in place.names:
         candidate = f"{place.reached}.{name}".lstrip(".")
         if below and locate(root, f"{candidate}.{below}").kind != "unknown":
             scored.append((alike(wrong, name) + 0.1, f"{candidate}.{below}"))

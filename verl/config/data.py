@@ -140,7 +140,7 @@ class DataConfig(Config):
 
     return_multi_modal_inputs: bool = True
     """Make the model's image tensors where prompts are read. False: the workers make them, of the images: less to send,
-    and made anew for every forward and update."""
+    and made again for every forward and update."""
 
     sampler: SamplerConfig = section(SamplerConfig)
     """Sampler of the user's, a curriculum for example."""

@@ -111,7 +111,7 @@ def papers(cls: type[Config], name: str) -> list[str]:
 
 
 def explain(root: type[Config], key: str, tree: Mapping) -> Iterator[str]:
-    """All that is known about one option, a fact a line; of a section, its annotated options.
+    """All that is known about one option, one thing a line; of a section, its annotated options.
 
     Args:
         tree: the composed tree, interpolations unresolved.
@@ -127,7 +127,7 @@ def explain(root: type[Config], key: str, tree: Mapping) -> Iterator[str]:
     yield key
     yield from textwrap.wrap(explanation(cls, name), _WIDTH, initial_indent="  ", subsequent_indent="  ")
     default, value = cls()[name], _value(tree, key)
-    facts = {
+    lines = {
         "type": _kind(cls(), name) + _limits(key),
         "unit": unit(cls, name),
         "default": _yaml(default),
@@ -136,7 +136,7 @@ def explain(root: type[Config], key: str, tree: Mapping) -> Iterator[str]:
         "older names": ", ".join(entry.old for entry in MOVED if key in entry.new),
         "read by": ", ".join(readers(key)[:4]) or "nothing: see the first lines",
     }
-    yield from (f"  {label:<12} {text}" for label, text in facts.items() if text)
+    yield from (f"  {label:<12} {text}" for label, text in lines.items() if text)
 
 
 def keys_page(root: type[Config]) -> str:
@@ -160,7 +160,7 @@ def _table(section: Config, key: str, title: str) -> list[str]:
             inner.append((name, section[item.name] if isinstance(section[item.name], Config) else kind()))
         if not isinstance(section[item.name], Config):
             counted = unit(type(section), item.name)
-            cells = [
+            columns = [
                 f"`{item.name}`",
                 _kind(section, item.name) + (f", {counted}" if counted else ""),
                 f"`{_yaml(section[item.name])}`",
@@ -168,7 +168,7 @@ def _table(section: Config, key: str, title: str) -> list[str]:
                 + _limits(name).replace("; ", " *", 1)
                 + "*" * bool(_limits(name)),
             ]
-            own.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
+            own.append("| " + " | ".join(column.replace("|", "\\|") for column in columns) + " |")
     lines = ["", f"## `{key}`", "", "| option | type | default | meaning |", "|---|---|---|---|", *own] if own else []
     for name, value in inner:
         lines += _table(value, name, name)
@@ -292,7 +292,7 @@ def main(arguments: Sequence[str]) -> int:
         return 2
     if options.key_value:
         for key, value in flatten(tree):
-            if not keys or any(key == wanted or key.startswith(f"{wanted}.") for wanted in keys):
+            if not keys or any(key == shown or key.startswith(f"{shown}.") for shown in keys):
                 print(f"{key}: {value}")
         return 0
     for place in keys or [""]:
@@ -317,11 +317,11 @@ def _place(key: str) -> str:
 
 
 def _matching(word: str) -> list[str]:
-    """The option or section of that name; else all options beside which the word is the beginning of a name."""
+    """The option or section of that name; else all options whose names begin with the word."""
     place = locate(PPOConfig, word)
     if place.kind == "unknown" and not replacement(word):
         last = word.rpartition(".")[2]
-        begun = [name for name in place.siblings if name.startswith(last)]
+        begun = [name for name in place.names if name.startswith(last)]
         if begun and word == f"{place.reached}.{last}".lstrip("."):
             return [f"{place.reached}.{name}".lstrip(".") for name in begun]
     return [_place(word)]

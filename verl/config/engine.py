@@ -205,7 +205,7 @@ class OptimConfig(Config):
     """With ``cosine``, ``linear`` and ``wsd``: the rate ends at this share of ``lr``, and warms up from it. Null: 0."""
 
     num_cycles: float = option(0.5, read_if("warmup_style", "cosine"), above=0)
-    """With ``cosine``: waves over the run; 0.5 is one fall from peak to floor."""
+    """With ``cosine``: periods over the run; 0.5 is one fall from peak to floor."""
 
     warmup_style: Literal["constant", "cosine", "linear", "wsd"] = "constant"
     """Course after the warm-up; ``lr_scheduler_type`` is a second name of this option. ``constant``; ``cosine`` decay

@@ -254,11 +254,11 @@ def _context_holds_prompt_and_response(config: PPOConfig) -> Iterator[Problem]:
     rollout, model = config.actor_rollout_ref.rollout, facts_of(config, "rollout")
     if model is None or model.context is None:
         return
-    wanted = rollout.max_model_len or rollout.prompt_length + rollout.response_length
-    if wanted > model.context:
+    length = rollout.max_model_len or rollout.prompt_length + rollout.response_length
+    if length > model.context:
         keys = "data.max_prompt_length + data.max_response_length"
         key = f"{ROLLOUT}.max_model_len" if rollout.max_model_len else "data.max_response_length"
-        shown = f"{key}={wanted}" if rollout.max_model_len else f"{keys}={wanted}"
+        shown = f"{key}={length}" if rollout.max_model_len else f"{keys}={length}"
         text = (
             f"{shown} is more than the {model.context} tokens of context (max_position_embeddings) of "
             f"{MODEL}.path={config.actor_rollout_ref.model.path}. Lower it, or raise "
@@ -334,9 +334,9 @@ def _adapted_layers_are_there(config: PPOConfig) -> Iterator[Problem]:
                 yield problem(config, f"{place}.{option}", text, f"{place}.path")
 
 
-def _named(wanted: Any) -> list[str]:
+def _named(layers: str | list[str] | None) -> list[str]:
     """The entries that are names, or ends of names; what an expression fits is seen on the model itself."""
-    entries = [wanted] if isinstance(wanted, str) else wanted or []
+    entries = [layers] if isinstance(layers, str) else layers or []
     return [entry for entry in entries if entry != "all-linear" and re.fullmatch(r"[\w.]+", str(entry))]
 
 

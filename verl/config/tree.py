@@ -1,7 +1,7 @@
 """From nested plain values (as YAML gives them) to typed sections, collecting every problem on the way.
 
-Conversions are OmegaConf's: text becomes a number or a truth value where one is wanted, a number becomes text, and
-nothing else changes its kind. In addition 1e3 is accepted where an integer is wanted.
+Conversions are OmegaConf's: text becomes a number or a truth value where one is expected, a number becomes text, and
+nothing else changes its kind. In addition 1e3 is accepted where an integer is expected.
 """
 
 import dataclasses
@@ -20,7 +20,7 @@ Section = TypeVar("Section", bound=Config)
 
 
 class _Unfit(Exception):
-    """A value cannot become the wanted type; the message says what is wanted."""
+    """A value cannot become the type of its option; the message says what it must be."""
 
 
 def build(defaults: Section, values: Mapping, key: str, problems: list[Problem]) -> Section:
@@ -46,8 +46,8 @@ def build(defaults: Section, values: Mapping, key: str, problems: list[Problem])
         try:
             converted = _convert(kinds[name], value, default, path, problems)
             _check_bounds(fields[name].metadata.get("bounds"), converted)
-        except _Unfit as wanted:
-            problems.append(Problem(path, f"{path}={show(value)} {wanted}."))
+        except _Unfit as unfit:
+            problems.append(Problem(path, f"{path}={show(value)} {unfit}."))
             continue
         chosen[name] = converted
     return dataclasses.replace(defaults, **chosen)
@@ -141,8 +141,8 @@ def _convert_union(kinds: tuple, value: Any, default: Any, key: str, problems: l
     for kind in kinds:
         try:
             return _convert(kind, value, default, key, problems)
-        except _Unfit as wanted:
-            complaints.append(str(wanted))
+        except _Unfit as unfit:
+            complaints.append(str(unfit))
     raise _Unfit(" or ".join(complaints))
 
 
@@ -158,7 +158,7 @@ def _convert_scalar(kind: type, value: Any) -> Any:
     if value is None:
         raise _Unfit("must not be null")
     if isinstance(value, Mapping | list | tuple):
-        raise _Unfit(f"must be {_WANTED[kind]}, not a {'mapping' if isinstance(value, Mapping) else 'list'}")
+        raise _Unfit(f"must be {_EXPECTED[kind]}, not a {'mapping' if isinstance(value, Mapping) else 'list'}")
     return _SCALARS[kind](value)
 
 
@@ -202,7 +202,7 @@ def _is_int_text(text: str) -> bool:
 
 _SCALARS: dict[type, Callable[[Any], Any]] = {bool: _to_bool, int: _to_int, float: _to_float, str: str}
 
-_WANTED = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
+_EXPECTED = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
 
 
 def _check_bounds(bounds: Any, value: Any) -> None:

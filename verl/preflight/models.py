@@ -19,9 +19,8 @@ from pathlib import Path
 
 from verl.config.base import Problem, get_path
 from verl.config.critic import CriticModelConfig
-from verl.config.model import ModelConfig
 from verl.config.model_info import TOKENIZERS, find_folder, read_json, stored_shapes
-from verl.config.ppo import MODEL, PPOConfig
+from verl.config.ppo import MODEL, ModelConfig, PPOConfig
 from verl.utils.import_utils import is_package_available
 
 _WEIGHTS = ("*.safetensors", "pytorch_model*.bin", "model*.bin")

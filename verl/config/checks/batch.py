@@ -308,8 +308,8 @@ def batch_plan(config: PPOConfig) -> str:
     filtering = config.algorithm.filter_groups
     if filtering.enable:
         bound = f"at most {filtering.max_num_gen_batches}" if filtering.max_num_gen_batches else "without bound"
-        drawn = f"{config.data.prompts_per_step} prompts x {shared.rollout.n} responses"
-        lines.append(f"drawn: batches of {drawn}, {bound}, until {prompts} groups differ in {filtering.metric}")
+        generated = f"{config.data.prompts_per_step} prompts x {shared.rollout.n} responses"
+        lines.append(f"generated: batches of {generated}, {bound}, until {prompts} groups differ in {filtering.metric}")
     for key, role, n in trained_roles(config):
         ranks, split, mini = config.dp_size(role), role.update_split, role.ppo_mini_batch_size * n
         lines.append(
