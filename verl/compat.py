@@ -147,6 +147,7 @@ class Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
             return
         stands_for = importlib.import_module(source)
         if not any(known.startswith(f"{name}.") for known in (*ADDRESSES, *FOLDERS)):
+            # importlib takes what stands in sys.modules after the module was run, so both names are one module
             sys.modules[name] = stands_for
             return
         vars(module).update(
@@ -173,5 +174,6 @@ class LastFinder(importlib.abc.MetaPathFinder):
 def install() -> None:
     """Have Python ask both finders. Called by ``import verl``."""
     if not any(isinstance(finder, Finder) for finder in sys.meta_path):
+        # first, for a package at an address would be searched by Python's own finder; last, for names nobody else knows
         sys.meta_path.insert(0, Finder())
         sys.meta_path.append(LastFinder())

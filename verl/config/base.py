@@ -95,6 +95,7 @@ def option(default: Any, *conditions: ReadIf, never_read: str = "", **bounds: fl
         bounds: of ``Bounds``, within which its number must stay.
     """
     metadata = {"bounds": Bounds(**bounds) if bounds else None, "read_if": conditions, "never_read": never_read}
+    # a default that could be changed in place would be shared by all sections
     if isinstance(default, list | dict):
         return field(default_factory=partial(read_only, default), metadata=metadata)
     return field(default=default, metadata=metadata)
@@ -152,6 +153,7 @@ class Config(Mapping):
     """Condition under which all options of the section are read, but for the one that it names."""
 
     def __setattr__(self, name: str, value: Any) -> None:
+        # users' own sections may keep what they derive; a name misspelt in verl itself is a defect
         if name not in self.__dataclass_fields__ and type(self).__module__.startswith("verl."):
             raise FrozenInstanceError(f"{type(self).__name__} has no option {name!r}{did_you_mean(name, self)}")
         if is_set(self, name) and name not in self._mutable_fields:
@@ -208,6 +210,7 @@ class Config(Mapping):
                 per_field[head] = child.with_values(inner)
             else:
                 per_field[head] = FreeDict({**(child or {}), **inner})
+        # a copy made of a watched section goes on recording, under the same key
         return rewatched(dataclasses.replace(self, **per_field), self)
 
 
@@ -249,6 +252,7 @@ def schema_tree(config: Config) -> dict[str, Any]:
 
 def did_you_mean(name: str, known: Any) -> str:
     """``"; did you mean 'x'?"`` for the nearest of ``known``, or the empty string if none is near."""
+    # for a message only: most runs never need it
     import difflib
 
     near = difflib.get_close_matches(str(name), [str(item) for item in known], n=1, cutoff=0.6)

@@ -55,14 +55,10 @@ def check_overrides(arguments: Iterable[str], root: type[Config], is_group: Call
     for text in arguments:
         match = _OVERRIDE.fullmatch(text)
         if match is None or (match["assign"] is None and match["mark"] != "~"):
-            problems.append(
-                Problem(
-                    text,
-                    f"{text!r} is no override: write key=value, with quotes around "
-                    f"values that hold spaces or commas. All options: --help.",
-                )
-            )
+            rule = "write key=value, with quotes around values that hold spaces or commas. All options: --help."
+            problems.append(Problem(text, f"{text!r} is no override: {rule}"))
             continue
+        # hydra reads ``/`` in a group's path and ``.`` in a key; both may begin its own options
         key, mark = match["key"], match["mark"] or ""
         if re.split(r"[./]", key)[0] == "hydra":
             overrides.append(text)
@@ -72,6 +68,7 @@ def check_overrides(arguments: Iterable[str], root: type[Config], is_group: Call
             overrides += kept
             problems += wrong
             continue
+        # ``backend_config.`` in front is read as the tree itself
         bare = strip_prefix(key)
         stripped |= bare != key
         place = locate(root, today(bare))
@@ -86,6 +83,7 @@ def check_overrides(arguments: Iterable[str], root: type[Config], is_group: Call
             )
             continue
         given.add(bare)
+        # ``++`` sets and adds: one form for hydra, whose other two depend on whether YAML has the key
         assign = _HOME_PATH.sub(r"'\g<0>'", match["assign"] or "")
         overrides.append(f"{mark if mark == '~' else '++'}{bare}{assign}")
     return CheckedOverrides(overrides, given, problems, stripped)
@@ -193,6 +191,7 @@ def nearest_key(root: type[Config], key: str, place: Place) -> str | None:
             scored.append((alike(wrong, name) + 0.1, f"{candidate}.{below}"))
         scored.append((alike(wrong, name), candidate))
     last = key.rpartition(".")[2]
+    # a name that many sections have (``enable``, ``path``) says nothing of the section that was meant
     is_common = sum(candidate.rpartition(".")[2] == last for candidate in all_keys(root)) > 2
     aliases = (alias for alias in ALIASES if locate(root, alias.rpartition(".")[0]).kind == "section")
     for candidate in (*all_keys(root), *aliases):
@@ -203,6 +202,7 @@ def nearest_key(root: type[Config], key: str, place: Place) -> str | None:
         elif alike(last, candidate.rpartition(".")[2]) >= 0.7:
             scored.append((alike(key, candidate) - 0.1, candidate))
     score, best = max(scored, key=lambda pair: pair[0], default=(0.0, None))
+    # less alike than this, a suggestion would rather mislead
     return best if score >= 0.6 else None
 
 

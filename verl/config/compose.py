@@ -50,6 +50,7 @@ def compose(
 
     from verl.config.hydra_plugin import register
 
+    # again for each composition: another root may have been registered since
     register(root)
     outer = GlobalHydra.instance().hydra  # of an application with its own @hydra.main, which must not notice
     GlobalHydra.instance().clear()
@@ -100,6 +101,7 @@ def schemas(root: type[Config]) -> dict[str, dict]:
     nodes = {}
     for name, key in SCHEMAS.items():
         *path, last = key.split(".")
+        # cut out of the whole, so that no default is stored twice and a group's YAML is the only one to fill it
         parent = whole
         for part in path:
             parent = parent[part]

@@ -28,6 +28,7 @@ _WIDTH = 110
 
 def explanation(cls: type[Config], name: str) -> str:
     """Docstring of an option, in one paragraph; the empty string if it has none."""
+    # a user's section may inherit the option, and its docstring, from ours
     for base in cls.__mro__:
         text = _docstrings(base.__module__).get((base.__name__, name))
         if text is not None:
@@ -483,6 +484,7 @@ def _expanded(text: str, known: dict[str, str]) -> str:
             return known[name]
         return match[3] if match[2] else known.get(name, match[0])
 
+    # a variable may hold another; five rounds, for one that holds itself would never end
     for _ in range(5):
         text, before = _VARIABLE.sub(value, text), text
         if text == before:

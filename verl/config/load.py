@@ -71,14 +71,13 @@ def spread_global_sizes(tree: dict, composed: Any, problems: list[Problem]) -> l
         ranks = _ranks(tree, composed, ranks_of)
         if not isinstance(total, int) or ranks is None:
             continue  # the typed tree will complain
+        # the size on one rank is a whole number, and the same on all of them
         if total % ranks:
-            problems.append(
-                Problem(
-                    key,
-                    f"{key}={total} does not spread evenly over {ranks} data-parallel ranks. Set "
-                    f"{key}_per_gpu, the size on one rank, instead.",
-                )
+            text = (
+                f"{key}={total} does not spread evenly over {ranks} data-parallel ranks. Set {key}_per_gpu, the size "
+                "on one rank, instead."
             )
+            problems.append(Problem(key, text))
             continue
         section[f"{name}_per_gpu"], section[name] = total // ranks, None
         messages.append(f"{key}={total} counts all {ranks} ranks and became {key}_per_gpu={total // ranks}")
@@ -109,6 +108,7 @@ def drop_empty_requests(tree: dict, given: set[str], root: type[Config], default
             continue
         if fits(root, key, value) is not False and not (value is False and is_text(root, key)):
             continue
+        # false means the option's own way to be off; null keeps the default where it cannot be held
         choices = ("off", None, 0) if value is False and not is_text(root, key) else (None,)
         meant = [choice for choice in choices if fits(root, key, choice)]
         if meant:
@@ -273,6 +273,7 @@ def interpret(
     from omegaconf import OmegaConf, open_dict
 
     composed = OmegaConf.create(tree) if composed is None else composed
+    # what is rewritten below is copied into ``composed`` afterwards, for interpolations to follow
     before = copy_tree(tree)
     problems: list[Problem] = []
     messages = ["backend_config.* is read as the tree itself: leave the prefix out"] if stripped_prefix else []
@@ -285,6 +286,7 @@ def interpret(
     messages += translate_logger(tree) + translate_values(tree)
     messages += translate_correction(tree, given, problems)
     empty += drop_empty_requests(tree, given, root, defaults)  # which stood at another name
+    # after old names became new ones, and before values are resolved: others may follow these
     messages += adopt_adapter(tree, given, composed)
     open_servers(tree, given, composed)
     features = empty + set_features_aside(tree, given, problems, lambda key: locate(root, key).kind != "unknown")
@@ -302,6 +304,7 @@ def interpret(
     def is_given(key: str) -> bool:
         return any(key == other or key.startswith(f"{other}.") or other.startswith(f"{key}.") for other in given)
 
+    # validators of a tree that did not type would report the same mistake once more
     problems = _without_echoes(problems, tree)
     if isinstance(config, PPOConfig):
         problems = _without_echoes(problems + _errors(config, problems), tree)
@@ -368,6 +371,7 @@ def _config_to_run(
     if not examine(loaded, flags):
         return None
     if isinstance(loaded.config, PPOConfig):
+        # watched from here on: what composed and checked the tree does not count as a reader
         from verl.config.unused_options import remember_given
 
         remember_given(loaded.config, loaded.tree, loaded.given, loaded.warnings)

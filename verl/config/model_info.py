@@ -76,6 +76,7 @@ def find_folder(path: str) -> Path | None:
     folder = Path(path).expanduser()
     if folder.is_dir():
         return folder
+    # ``owner/name``; anything else with a slash is a path that does not exist
     if path.count("/") != 1 or path[0] in "/~.":
         return None
     hub = Path(os.environ.get("HF_HUB_CACHE") or Path(os.environ.get("HF_HOME", "~/.cache/huggingface")) / "hub")
@@ -110,6 +111,7 @@ def read_model(path: str, override: Mapping[str, Any] | None = None) -> ModelFac
     vocab = text.get("vocab_size")
     if not all(isinstance(number, int) and number > 0 for number in (hidden, layers, heads, vocab)):
         return None
+    # the same number under the names that families give it
     experts = next((text[name] for name in _EXPERTS if text.get(name)), 0)
     inner = text.get("intermediate_size") or text.get("n_inner") or 4 * hidden
     shapes = stored_shapes(folder)
@@ -166,6 +168,7 @@ def stored_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
     for file in sorted(folder.glob("*.safetensors")):
         try:
             with open(file, "rb") as stream:
+                # safetensors: eight bytes with the length of the header, then the header as JSON
                 header = json.loads(stream.read(int.from_bytes(stream.read(8), "little")))
         except (OSError, ValueError, MemoryError, OverflowError):
             return {}
@@ -353,6 +356,7 @@ def _overrides_are_entries(config: PPOConfig) -> Iterator[Problem]:
         from verl.utils.model import unknown_entries
 
         if place != MODEL:
+            # of the value head that is put on the model, and in no config.json
             overrides.pop("classifier_dropout", None)
         try:
             entries = AutoConfig.from_pretrained(folder)

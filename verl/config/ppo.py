@@ -212,4 +212,5 @@ class PPOConfig(Config):
 
     def dp_size(self, role: Any) -> int:
         """Data-parallel ranks of a role's section (``actor``, ``ref``, ``critic`` or ``reward_model``)."""
+        # at least 1: a size that does not divide the workers has an error of its own
         return max(1, self.trainer.world_size // role.ulysses_sequence_parallel_size)

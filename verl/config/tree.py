@@ -42,6 +42,7 @@ def build(defaults: Section, values: Mapping, key: str, problems: list[Problem])
         if name not in fields:
             problems.append(Problem(path, f"{path} is not an option{did_you_mean(name, fields)}"))
             continue
+        # a section laid over the default of its place, which may differ from its class's (optim.lr of the critic)
         default = getattr(defaults, name)
         try:
             converted = _convert(kinds[name], value, default, path, problems)
@@ -55,6 +56,7 @@ def build(defaults: Section, values: Mapping, key: str, problems: list[Problem])
 
 def fits(root: type[Config], key: str, value: Any) -> bool | None:
     """Can the option at a dotted key hold ``value``? None if there is no such option, or it is free-form."""
+    # free-form content has no class: whatever stands there fits
     cls, _, name = section_of(root, key)
     if cls is None:
         return None
@@ -174,6 +176,7 @@ def _to_bool(value: Any) -> bool:
 
 def _to_int(value: Any) -> int:
     try:
+        # True is an int in Python, and nobody means 1 by it
         if isinstance(value, bool):
             raise ValueError
         number = float(value) if isinstance(value, str) and not _is_int_text(value) else value
@@ -252,6 +255,7 @@ def pop_key(tree: dict, key: str) -> tuple[bool, Any]:
     if not isinstance(nodes[-1], dict) or last not in nodes[-1]:
         return False, None
     value = nodes[-1].pop(last)
+    # from the innermost section outwards: one that is left empty is gone too
     for depth in range(len(path), 0, -1):
         if not nodes[depth]:
             nodes[depth - 1].pop(path[depth - 1])

@@ -50,6 +50,7 @@ def remember_given(config: Config, tree: dict, given: Iterable[str], warnings: I
     """
     from verl.config.load import sources  # which imports this floor's heavier half only when called
 
+    # before the tree is watched: comparing with the defaults is no reading
     options = set_by_user(config, given, warnings)
     followers: dict[str, set[str]] = {key: {key, *_FOLLOWED.get(key, ())} for key in options}
     for key, _ in leaves(config):
@@ -79,6 +80,7 @@ def unused_in_run(config: Config, read: Iterable[str]) -> list[Problem]:
 
     Options read only at a later event count as read. Empty for a configuration that was not loaded from a command line.
     """
+    # workers report what they read; the driver's own readings are in this process
     read = set(read) | set(READ)
     missed = [
         key
@@ -168,6 +170,7 @@ def _places() -> dict[str, list[str]]:
     found: dict[str, list[str]] = {}
     for path in sorted(_PACKAGE.rglob("*.py")):
         place = path.relative_to(_PACKAGE.parent).as_posix()
+        # a check reads every option and acts on none; sections count by their properties, which act for others
         is_check = place.startswith(("verl/config/", "verl/preflight/")) and place != "verl/preflight/command.py"
         if is_check and not _is_section(path):
             continue

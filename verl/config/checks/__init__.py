@@ -2,8 +2,9 @@
 
 A validator reads the typed tree and yields a ``Problem`` for each thing it finds; its severity says whether that is an
 error, a warning or advice. All validators run, and everything found is reported together. To add one, write a function
-in the module of its subject and decorate it with ``@validator("error")`` or ``@validator("warning")``. Range and choice
-of a single option stand with the option.
+in the module of its subject and decorate it with ``@validator("error")`` or ``@validator("warning")``; two settings of
+which one excludes the other are a row of ``contradictions``. Range and choice of a single option, and the option
+without which it is not read, stand with the option.
 """
 
 from typing import Any

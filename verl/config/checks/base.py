@@ -50,6 +50,7 @@ def validator(severity: Severity) -> Callable:
     """
 
     def register(function: Callable[..., Iterator[Problem]]) -> Callable[..., Iterator[Problem]]:
+        # from the code object: inspect would be imported for nothing else here
         arguments = function.__code__.co_varnames[1 : function.__code__.co_argcount]
         VALIDATORS.append(Validator(function.__name__, function.__module__, function, severity, arguments))
         return function
@@ -76,6 +77,7 @@ class Setting(NamedTuple):
 
     def holds(self, config: PPOConfig) -> bool:
         """Whether the option has one of the values."""
+        # attrgetter, not get_path: a property, such as ``uses_critic``, is a setting too
         value = attrgetter(self.key)(config)
         if self.sign == ">":
             return value > float(self.values[0])
@@ -129,6 +131,7 @@ def scoring_roles(config: PPOConfig) -> Iterator[tuple[str, str, bool, int]]:
     ranks = config.dp_size(shared.actor)
     yield f"{ACTOR}.ppo_micro_batch_size", f"{ACTOR}.ppo_max_token_len_per_gpu", shared.actor.use_dynamic_bsz, ranks
     log_probs = ("log_prob_micro_batch_size", "log_prob_max_token_len_per_gpu")
+    # old log-probs are the actor's to compute, in batches of the size that the rollout's section names
     dynamic = shared.rollout.log_prob_use_dynamic_bsz
     if not config.algorithm.rollout_correction.bypass_mode:
         yield f"{ROLLOUT}.{log_probs[0]}", f"{ROLLOUT}.{log_probs[1]}", dynamic, ranks
@@ -243,6 +246,7 @@ def _unread(config: PPOConfig, section: Config, prefix: str) -> Iterator[tuple[s
             continue
         conditions = list(item.metadata.get("read_if", ()))
         if section._read_if is not None and section._read_if.key != item.name:
+            # the section's condition first: if it is not met, what its options need of each other is beside the point
             conditions.insert(0, section._read_if)
         reasons = filter(None, (_reason(config, condition, prefix) for condition in conditions))
         why = item.metadata.get("never_read") or next(reasons, None)

@@ -89,6 +89,7 @@ def mini_batch_size_divides_train_batch_size(config: PPOConfig) -> Iterator[Prob
                 "second."
             )
             yield problem(config, name, text, source)
+        # every prompt of a step belongs to one mini-batch, and all of these have the same size
         elif prompts % mini:
             text = (
                 f"does not divide {source}={prompts}: {prompts % mini} prompts would be left over at every step. "
@@ -193,6 +194,7 @@ def micro_batch_size_or_token_budget_unused(config: PPOConfig, is_given: IsGiven
     rm = config.reward_model
     if rm.enable:
         cuts.append((rm.use_dynamic_bsz, f"{RM}.micro_batch_size_per_gpu", f"{RM}.forward_max_token_len_per_gpu"))
+    # of each pass one of the two options is read, as its switch says
     by_tokens = [size for dynamic, size, _ in cuts if dynamic]
     leader = f"{ACTOR}.ppo_max_token_len_per_gpu"  # others follow it: it is read if any of them is
     by_count = [budget for dynamic, _, budget in cuts if not dynamic and budget != leader]

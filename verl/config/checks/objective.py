@@ -132,6 +132,7 @@ def tis_requires_rollout_log_probs(config: PPOConfig) -> Iterator[Problem]:
 def bypass_mode_loss_follows_rollout_correction(config: PPOConfig) -> Iterator[Problem]:
     options, loss = config.algorithm.rollout_correction, config.actor_rollout_ref.actor.policy_loss
     copy = loss.rollout_correction
+    # the loss reads the copy, which follows the other section unless somebody set it
     for name in options if loss.loss_mode == "bypass_mode" else ():
         if copy[name] != options[name]:
             text = f"is not {CORRECTION}.{name}={show(options[name])}, which it follows. Set the latter only."
@@ -264,12 +265,8 @@ def critic_options_without_critic(config: PPOConfig, is_given: IsGiven) -> Itera
 @validator("warning")
 def ref_options_without_reference(config: PPOConfig, is_given: IsGiven) -> Iterator[Problem]:
     if not config.uses_reference:
-        yield from unused(
-            config,
-            given_below(REF, config, is_given),
-            is_given,
-            "there is no reference policy without actor.use_kl_loss or algorithm.use_kl_in_reward",
-        )
+        why = "there is no reference policy without actor.use_kl_loss or algorithm.use_kl_in_reward"
+        yield from unused(config, given_below(REF, config, is_given), is_given, why)
 
 
 @validator("warning")
@@ -292,12 +289,8 @@ def lr_warmup_steps_ratio_unused(config: PPOConfig, is_given: IsGiven) -> Iterat
     for key in (f"{ACTOR}.optim", *(["critic.optim"] if config.uses_critic else [])):
         optim = get_path(config, key)
         if optim.lr_warmup_steps is not None and optim.lr_warmup_steps >= 0:
-            yield from unused(
-                config,
-                [f"{key}.lr_warmup_steps_ratio"],
-                is_given,
-                f"{key}.lr_warmup_steps={optim.lr_warmup_steps} decides",
-            )
+            why = f"{key}.lr_warmup_steps={optim.lr_warmup_steps} decides"
+            yield from unused(config, [f"{key}.lr_warmup_steps_ratio"], is_given, why)
 
 
 @validator("warning")
@@ -325,6 +318,7 @@ def clip_ratio_unused_with_one_optimizer_step(config: PPOConfig, is_given: IsGiv
         return
     if config.algorithm.rollout_correction.bypass_mode:  # then the ratio is that to the sampler
         return
+    # all of them act on the ratio alone, or on its distance from 1
     names = ["clip_ratio", "clip_ratio_low", "clip_ratio_high", "clip_ratio_c"]
     names += [f"policy_loss.{name}" for name in ("ppo_kl_coef", "kimi15_tau", "dro_beta")]
     read = options_read("losses").get(actor.policy_loss.loss_mode, ())

@@ -267,6 +267,7 @@ def reward_shaping_unused_with_gdpo(config: PPOConfig, is_given: IsGiven) -> Ite
 def reward_norm_cancelled_by_estimator(config: PPOConfig, is_given: IsGiven) -> Iterator[Problem]:
     """A shift or factor common to a group, which the estimator takes out; a bound or a KL between them would show."""
     algorithm, shaping = config.algorithm, config.algorithm.reward_shaping
+    # a bound or whitening between shift and group mean would make the shift visible
     compares = algorithm.adv_estimator in _SUBTRACT_GROUP_MEAN and config.actor_rollout_ref.rollout.n > 1
     if not compares or shaping.clip is not None or shaping.clip_range is not None or shaping.whiten:
         return

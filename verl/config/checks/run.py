@@ -342,6 +342,7 @@ def _written_folders(config: PPOConfig) -> Iterator[Problem]:
         whence = "" if named else "TENSORBOARD_DIR=" if from_environment else "its folder "
         key = "trainer.tracker_kwargs.tensorboard.log_dir" if named else "trainer.logger"
         found.append((key, f"{key}={folder}" if named else f"{key}=tensorboard: {whence}{folder}", folder))
+    # the folder itself need not exist: the nearest that does decides
     for key, shown, path in found:
         if not path or _is_remote(path):
             continue

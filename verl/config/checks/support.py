@@ -255,6 +255,7 @@ def _shown(value: Any, default: Any) -> str:
 
 
 def _judge_name(names: Names, value: str, config: PPOConfig) -> str | None:
+    # a name of the user's may have been registered since the table was made
     if value in names.built or value in _registered(names):
         return None
     if names.may_be_in_file and split_file_name(value):
@@ -273,4 +274,5 @@ def _registered(names: Names) -> tuple[str, ...]:
     if names.registry is None:
         return ()
     module, collection = names.registry
+    # not imported for this: a registry that nobody imported holds no name of the user's
     return tuple(getattr(sys.modules.get(module), collection, ()))
