@@ -39,8 +39,6 @@ from verl.config.tree import (
     section_at,
     show,
 )
-from verl.telemetry.run_record import say_early
-from verl.utils.process import plain_ending
 
 # -- Other ways of saying the same thing, rewritten in the unresolved tree so that others may follow the result ------
 
@@ -340,6 +338,9 @@ def run_from_command_line(
     Raises:
         SystemExit: with code 2 and all problems on stderr if the configuration cannot run.
     """
+    # not at the top: whoever imports a section need not wait for subprocess, socket and json
+    from verl.utils.process import plain_ending
+
     words = sys.argv[1:] if arguments is None else list(arguments)
     with plain_ending():
         try:
@@ -386,6 +387,7 @@ def stops_at_problems(loaded: LoadedConfig, flags: dict[str, Any]) -> bool:
     """
     from verl.config.checks.batch import batch_plan
     from verl.config.checks.run import missing_files
+    from verl.telemetry.run_record import say_early
 
     problems = [*loaded.problems, *(missing_files(loaded.config) if isinstance(loaded.config, PPOConfig) else ())]
     if problems:

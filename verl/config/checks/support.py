@@ -195,7 +195,7 @@ NAMES: tuple[Names, ...] = (
         "reward_model.reward_manager",
         "reward manager",
         registered("rewards/managers/*.py", "register"),
-        registry=("verl.rewards.managers.registry", "REWARD_MANAGER_REGISTRY"),
+        registry=("verl.rewards.managers.rule", "REWARD_MANAGER_REGISTRY"),
         may_be_in_file=True,
     ),
     Names(
