@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from verl.config.base import Config, FreeDict, Problem, did_you_mean, get_path, leaves
 from verl.config.checks.base import validator
-from verl.config.ppo import PPOConfig
+from verl.config.ppo import ACTOR, REF, RM, ROLLOUT, PPOConfig
 from verl.config.tree import show
 from verl.utils.import_utils import split_file_name
 
@@ -130,14 +130,7 @@ class Names(NamedTuple):
 
 
 _MULTI_TURN = "leave the section alone; single-turn rollouts work"
-
 _NO_PROFILER = "use py-spy or torch.profiler around the run; timing_s/* metrics are logged at every step"
-
-_ACTOR, _ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
-
-_RM = "reward_model"
-
-_ROLES = (_ACTOR, "actor_rollout_ref.ref", "critic", _RM)
 
 LIMITS: tuple[Limit, ...] = (
     # backends
@@ -148,14 +141,14 @@ LIMITS: tuple[Limit, ...] = (
             "use fsdp2 or deepspeed, or local for one process",
             registered("workers/engine/*.py", "register_engine"),
         )
-        for role in _ROLES
+        for role in (ACTOR, REF, "critic", RM)
     ),
     Limit("trainer.device", "Ascend NPUs", "use cuda or cpu", ("cuda", "cpu")),
     # rollout
-    Limit(f"{_ROLLOUT}.multi_turn.*", "multi-turn rollout", _MULTI_TURN),
-    Limit(f"{_ROLLOUT}.agent.num_workers", "agent loops in processes of their own", "leave it alone"),
+    Limit(f"{ROLLOUT}.multi_turn.*", "multi-turn rollout", _MULTI_TURN),
+    Limit(f"{ROLLOUT}.agent.num_workers", "agent loops in processes of their own", "leave it alone"),
     Limit(
-        f"{_ROLLOUT}.load_format",
+        f"{ROLLOUT}.load_format",
         "loading the engine's first weights another way",
         "leave it alone: the actor's weights are handed over before sampling",
         ("auto", "dummy", "dummy_hf", "dummy_megatron", "hf", "dtensor", "megatron", "safetensors"),
@@ -170,13 +163,13 @@ LIMITS: tuple[Limit, ...] = (
             ("trainer.npu_profile.*", "the Ascend profiler"),
             ("trainer.controller_nsight_options", "Nsight profiling"),
             ("trainer.worker_nsight_options", "Nsight profiling"),
-            *((f"{place}.profiler.*", "profiling of roles") for place in ("actor_rollout_ref", "critic", _RM)),
+            *((f"{place}.profiler.*", "profiling of roles") for place in ("actor_rollout_ref", "critic", RM)),
         )
     ),
 )
 
 NAMES: tuple[Names, ...] = (
-    Names(f"{_ROLLOUT}.name", "rollout engine", ("hf", "vllm", "sglang"), ("sglang_async", "server", "trtllm")),
+    Names(f"{ROLLOUT}.name", "rollout engine", ("hf", "vllm", "sglang"), ("sglang_async", "server", "trtllm")),
     Names(
         "algorithm.adv_estimator",
         "advantage estimator",
@@ -185,7 +178,7 @@ NAMES: tuple[Names, ...] = (
         may_be_in_file=True,
     ),
     Names(
-        f"{_ACTOR}.policy_loss.loss_mode",
+        f"{ACTOR}.policy_loss.loss_mode",
         "policy loss",
         tuple(options_read("losses")),
         registry=("verl.algorithms.losses", "POLICY_LOSS_REGISTRY"),
