@@ -51,7 +51,7 @@ def use_liger_layers(model: Any) -> None:
     kind = model.config.model_type
     if kind not in MODEL_TYPE_TO_APPLY_LIGER_FN:
         raise ValueError(
-            f"actor_rollout_ref.model.use_liger=true: liger-kernel has no layers for models of type {kind!r}, only for "
+            f"model.use_liger=true: liger-kernel has no layers for models of type {kind!r}, only for "
             f"{', '.join(sorted(MODEL_TYPE_TO_APPLY_LIGER_FN))}. Set use_liger=false."
         )
     names = vars(sys.modules[type(model).__module__])

@@ -114,7 +114,7 @@ def make_tiny_model(
     if head == "lm":
         ends = {"eos_token_id": text.eos_token_id, "pad_token_id": text.pad_token_id}
         model.generation_config = transformers.GenerationConfig(**ends)
-    return _save(model, text, folder)
+    return save_model(model, text, folder)
 
 
 def make_digit_judge(folder: str | os.PathLike, tokenizer: Literal["char", "byte"] = "char") -> str:
@@ -149,10 +149,11 @@ def make_digit_judge(folder: str | os.PathLike, tokenizer: Literal["char", "byte
         layer.self_attn.v_proj.weight[0, 0] = width**-0.5  # the norm before it multiplies by sqrt(width)
         layer.self_attn.o_proj.weight[2, 0] = 0.1
         model.score.weight[0, 2] = 10 * width**-0.5
-    return _save(model, text, folder)
+    return save_model(model, text, folder)
 
 
-def _save(model: Any, tokenizer: Any, folder: str | os.PathLike) -> str:
+def save_model(model: Any, tokenizer: Any, folder: str | os.PathLike) -> str:
+    """Save a model and its tokenizer or processor; returns the folder."""
     from verl.utils.model import without_progress_bars
 
     folder = Path(folder).expanduser()

@@ -10,10 +10,9 @@ from __future__ import annotations
 
 import argparse
 import os
-from pathlib import Path
 from typing import Any
 
-from verl.utils.tiny_model import make_tokenizer
+from verl.utils.tiny_model import make_tokenizer, save_model
 
 VISION_TOKENS = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
 
@@ -53,8 +52,6 @@ def make_tiny_vl_model(
     import torch
     from transformers import GenerationConfig, Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
 
-    from verl.utils.model import without_progress_bars
-
     processor = _processor(max_image_tokens)
     tokenizer = processor.tokenizer
     ends = {"bos_token_id": None, "eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
@@ -81,12 +78,7 @@ def make_tiny_vl_model(
         torch.manual_seed(seed)
         model = Qwen2_5_VLForConditionalGeneration(config)
     model.generation_config = GenerationConfig(**{**ends, "bos_token_id": None})
-    folder = Path(folder).expanduser()
-    folder.mkdir(parents=True, exist_ok=True)
-    with without_progress_bars():
-        model.save_pretrained(folder)
-    processor.save_pretrained(folder)
-    return str(folder)
+    return save_model(model, processor, folder)
 
 
 _ID_NAMES = ("vision_start_token_id", "vision_end_token_id", "image_token_id", "video_token_id")
