@@ -174,7 +174,6 @@ def _streams(device: torch.device) -> tuple[torch.cuda.Stream, torch.cuda.Stream
 
 # -- gradient checkpointing only for micro-batches whose activations are large ----------------------------------------
 
-
 KEEP_BELOW_BYTES = 1 << 30
 """Activations of a micro-batch up to this size are saved, on devices whose memory is the host's."""
 

@@ -34,6 +34,13 @@ def depends_on_length(kind: Any) -> bool:
 def fix_rotary_frequencies(model: Any, longest: int | None) -> None:
     """Fix every rotary embedding of ``model`` to the frequencies of a sequence of ``longest`` tokens.
 
+    transformers picks the frequencies of RoPE ``longrope`` (Phi-3, Phi-4) and ``dynamic`` by the largest position of a
+    micro-batch, so that a row's log-probs would change next to a longer one, and a response would change frequencies
+    while it is generated. Here they are fixed once, for the longest sequence of the run, as vLLM does for its
+    ``max_model_len``.
+
+    Sources: Ding et al. 2024, LongRoPE (arXiv:2402.13753); dynamic NTK scaling as in transformers.
+
     Args:
         longest: tokens of the longest prompt with its response; None: the model's whole context.
 

@@ -39,14 +39,10 @@ def count_cuda_devices() -> int:
 
 
 is_cuda_available: bool = torch.cuda._is_compiled() and count_cuda_devices() > 0
-
-
 """True where an NVIDIA or ROCm device can be used."""
 
 
 is_npu_available: bool = False
-
-
 """Ascend devices are not supported; the name is kept for code that asks."""
 
 
@@ -181,7 +177,6 @@ def empty_cache(device: torch.device) -> None:
 
 
 # -- Offloading to host memory: the options, and moving optimizer state. Needs no sharding library -------------------
-
 
 logger = logging.getLogger(__name__)
 

@@ -100,7 +100,7 @@ def explanation(error: BaseException) -> str | None:
     return None
 
 
-# -- Keeping Python's garbage collector away from what is made once and stays ----------------------------------------
+# -- garbage collection ------------------------------------------------------------------------------------------------
 
 
 @contextmanager
@@ -120,8 +120,7 @@ def no_collection() -> Iterator[None]:
             gc.enable()
 
 
-# -- Loggers with one level for the whole package, and warnings that are given once ----------------------------------
-
+# -- loggers with one level for the whole package, and warnings that are given once ----------------------------------
 
 _given: set[str] = set()
 

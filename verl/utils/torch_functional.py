@@ -22,8 +22,6 @@ from torch.optim.lr_scheduler import LambdaLR
 from verl.utils.device import get_device_name, get_torch_device
 
 ROWS_PER_CHUNK = 1024
-
-
 """Rows of logits turned to float32 at a time: bounds the extra memory to 1024 x V x 4 bytes."""
 
 
@@ -302,7 +300,6 @@ def _warmup(step: int, num_warmup_steps: int) -> float:
 
 
 # -- Names of floating point types: what a user may write, and the torch dtype it means ------------------------------
-
 
 _NAMES: dict[torch.dtype, tuple[str, ...]] = {
     torch.float32: ("fp32", "float32", "float", "32", "32-true"),

@@ -100,7 +100,6 @@ def use_packed_attention(model: Any) -> None:
 
 # -- models that support packed rows and sequence parallelism, by their configs and classes ---------------------------
 
-
 _ATTENTION_LAYERS = {"full_attention", "sliding_attention", "attention"}
 """Layer types, by transformers' names, that mix tokens in the attention function only."""
 

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 
 # -- collectives between ranks that share one sequence: each has some of its tokens, or some of its heads -----------
 
-
 Group = Any
 """A ``torch.distributed.ProcessGroup``."""
 

@@ -32,10 +32,7 @@ from verl.protocol import DataProto
 
 # -- Rows with images or videos: their tensors in a batch, keys of equal images, dummies for ranks without any -------
 
-
 VISION_COLUMN = "multi_modal_inputs"
-
-
 """Object column: the processor's image tensors of each row, a dict, or nothing."""
 
 

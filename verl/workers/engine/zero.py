@@ -147,7 +147,6 @@ def load_flat_optimizer_state(
 
 # -- offload between phases -------------------------------------------------------------------------------------------
 
-
 Part = Literal["weights", "state"]
 """``weights``: the module's. ``state``: fp32 weights, the optimizer's moments, and buffers of gradients."""
 
