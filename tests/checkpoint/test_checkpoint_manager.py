@@ -207,9 +207,8 @@ def test_state_is_loaded_while_the_weights_are_on_the_device(folder, tmp_path, m
     train(engine, 1)
     CheckpointManager(engine).save(tmp_path / "actor")
     happened = []
-    for name in ("load", "offload"):
-        monkeypatch.setattr(engine, name, lambda name=name, **parts: happened.append((name, parts)))
+    monkeypatch.setattr(engine, "move", lambda to_host, **parts: happened.append((to_host, parts)))
     monkeypatch.setattr(engine.optimizer, "load_state_dict", lambda state: happened.append("optimizer"))
     CheckpointManager(engine).load(tmp_path / "actor")
     both = {"model": True, "optimizer": True}
-    assert happened == [("load", both), "optimizer", ("offload", both)]
+    assert happened == [(False, both), "optimizer", (True, both)]

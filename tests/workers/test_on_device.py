@@ -13,16 +13,15 @@ from verl.workers.rollout.hf.rollout import HFRollout
 
 @pytest.fixture
 def moves(monkeypatch):
-    """What engines bring and take away, in order, from after they are built."""
+    """Parts that engines load and offload, in order, from after they are built."""
     seen = []
-    for name in ("load", "offload"):
-        plain = getattr(LocalEngine, name)
+    plain = LocalEngine.move
 
-        def noted(self, *, model, optimizer, name=name, plain=plain):
-            seen.append((name, model, optimizer))
-            plain(self, model=model, optimizer=optimizer)
+    def noted(self, to_host, *, model, optimizer):
+        seen.append(("offload" if to_host else "load", model, optimizer))
+        plain(self, to_host, model=model, optimizer=optimizer)
 
-        monkeypatch.setattr(LocalEngine, name, noted)
+    monkeypatch.setattr(LocalEngine, "move", noted)
     return seen
 
 
@@ -50,8 +49,7 @@ class Device:
         self.watch(monkeypatch, "infer", ("model",))
         self.watch(monkeypatch, "train_step", ("model", "optimizer"))
         self.watch(monkeypatch, "weights", ("model",))
-        for name, is_there in (("load", True), ("offload", False)):
-            monkeypatch.setattr(LocalEngine, name, self.mover(getattr(LocalEngine, name), is_there))
+        monkeypatch.setattr(LocalEngine, "move", self.mover(LocalEngine.move))
         generate = HFRollout.generate
 
         def noted(rollout, *args, **kwargs):
@@ -60,12 +58,12 @@ class Device:
 
         monkeypatch.setattr(HFRollout, "generate", noted)
 
-    def mover(self, plain, is_there):
-        def move(engine, *, model, optimizer):
+    def mover(self, plain):
+        def move(engine, to_host, *, model, optimizer):
             parts = self.there.setdefault(id(engine), {"model": False, "optimizer": False})
             moved = [name for name, is_moved in (("model", model), ("optimizer", optimizer)) if is_moved]
-            parts.update(dict.fromkeys(moved, is_there))
-            plain(engine, model=model, optimizer=optimizer)
+            parts.update(dict.fromkeys(moved, not to_host))
+            plain(engine, to_host, model=model, optimizer=optimizer)
 
         return move
 
