@@ -206,7 +206,7 @@ class DataProto:
             self._rows, self._dense = size[0], batch
         elif batch is not None:
             for name, column in batch.items():
-                self.put(name, column)
+                self.put(name, column)  # type: ignore[arg-type]  # TensorDict is a MutableMapping in its stubs
 
     def column(self, name: str) -> Tensor:
         """One tensor column in padded form; the others stay as they are. Read-only by rule."""

@@ -171,8 +171,12 @@ def _make_bar(total: int, stream: TextIO | None) -> tuple[Any, Any, int, Callabl
     bar_width = next((bar for least, bar in BAR_WIDTHS.items() if console.width >= least), 0)
     bar_column = [BarColumn(bar_width=bar_width)] if bar_width else []
     numbers = TextColumn("{task.fields[numbers]}")
-    redirects = {"redirect_stdout": below is None, "redirect_stderr": below is None}
-    bar = RichProgress(TextColumn("step"), MofNCompleteColumn(), *bar_column, numbers, console=console, **redirects)
+    bar = RichProgress(
+        *(TextColumn("step"), MofNCompleteColumn(), *bar_column, numbers),
+        console=console,
+        redirect_stdout=below is None,
+        redirect_stderr=below is None,
+    )
     task = bar.add_task("train", total=total, numbers="starting")
     bar.start()
     restore = print_through(lambda stream: FileProxy(console, stream))

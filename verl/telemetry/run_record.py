@@ -65,7 +65,7 @@ def is_secret(name: str) -> bool:
 def mask_text(text: str) -> str:
     """``text`` without what looks like a token, without passwords in URLs, and without secrets of the environment."""
     text = _NAMED_VALUE.sub(_without_value, _SECRET_VALUE.sub(MASK, text))
-    for value in _environment_secrets():
+    for value in [value for name, value in os.environ.items() if len(value) >= 8 and is_secret(name)]:
         text = text.replace(value, MASK)
     return text
 
@@ -73,10 +73,6 @@ def mask_text(text: str) -> str:
 def _without_value(found: re.Match) -> str:
     """``api_key: MASK`` for ``api_key: value``; of the bare word token a text may speak."""
     return f"{found[1]}{found[2]}{MASK}" if found[1].lower() != "token" and is_secret(found[1]) else found[0]
-
-
-def _environment_secrets() -> list[str]:
-    return [value for name, value in os.environ.items() if len(value) >= 8 and is_secret(name)]
 
 
 def mask(value: Any, name: str = "") -> Any:

@@ -52,16 +52,13 @@ class DisjointRollout:
         self._pending: PendingRollout | None = None
         self.version: int | None = None
         self.transfer: dict[str, float] = {}
-        self._connect()
-
-    def _connect(self) -> None:
-        """Open the link between the groups, whose models are loaded."""
-        on_one_node = len({*self.actor_wg.node(), *self.rollout_wg.node()}) == 1
-        address, port = self.actor_wg.open_link(on_one_node)[0]
-        receivers = self.rollout_wg.world_size
+        # open the link between the groups, whose models are loaded
+        on_one_node = len({*actor_wg.node(), *rollout_wg.node()}) == 1
+        address, port = actor_wg.open_link(on_one_node)[0]
+        receivers = rollout_wg.world_size
         _, dtypes = self._on_both(
-            lambda: self.actor_wg.join_link(receivers),
-            lambda: self.rollout_wg.join_link(address, port, receivers),
+            lambda: actor_wg.join_link(receivers),
+            lambda: rollout_wg.join_link(address, port, receivers),
         )
         self.dtype = dtypes[0]
 
@@ -131,12 +128,12 @@ class DisjointRollout:
     def _on_both(self, on_actor: Any, on_rollout: Any) -> list:
         """Call both groups concurrently; a failure of one ends both, since each may wait for the other."""
         try:
-            return run_concurrently(on_actor, on_rollout, is_echo=_is_echo)
+            return run_concurrently(
+                on_actor,
+                on_rollout,
+                is_echo=lambda error: isinstance(error, WorkerError) and "WeightLinkError" in error.cause,
+            )
         except WorkerGroupError:
             self.actor_wg.stop()
             self.rollout_wg.stop()
             raise
-
-
-def _is_echo(error: BaseException) -> bool:
-    return isinstance(error, WorkerError) and "WeightLinkError" in error.cause

@@ -91,7 +91,8 @@ async def first_complete_groups(
         )
     samples = [[asyncio.ensure_future(start()) for start in group] for group in groups]
     running = {asyncio.gather(*group): number for number, group in enumerate(samples)}
-    completed, stopped = CompletedGroups(), frozenset()
+    completed = CompletedGroups()
+    stopped: frozenset[int] = frozenset()
     try:
         while len(completed.batch) < count:
             done, _ = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
@@ -129,7 +130,7 @@ class Sample:
     seed: int
     client: SampleClient
     tokens_before: int
-    """SampledGroups in earlier steps."""
+    """Of its tokens, those of earlier steps."""
     outcome: Any = None
     is_complete: bool = False
 
@@ -217,8 +218,9 @@ class GroupScheduler:
             prompts: of the pool, `num_prompts` of them or fewer.
             version: of the weights the servers behind ``client`` hold.
         """
-        self._record_version(version)
-        uids, keys = prompts.non_tensor_batch["uid"], prompt_keys(prompts)
+        if not self.weights or self.weights[-1] != version:
+            self.weights = [*self.weights[-self.config.max_staleness :], version]
+        uids, keys = prompts.non_tensor_batch["uid"].tolist(), prompt_keys(prompts)
         discarded = self._discard_stale(uids)
         groups = [self._group(row, uid, keys[row], client, version) for row, uid in enumerate(uids)]
         order = sorted(range(len(groups)), key=lambda row: (-max(s.client.priority for s in groups[row]), row))
@@ -228,28 +230,34 @@ class GroupScheduler:
             await stop_samples([sample.client for number in numbers for sample in groups[order[number]]], client)
 
         completed = await first_complete_groups(
-            [[lambda sample=sample: sample.run(run) for sample in groups[row]] for row in order],
+            [[partial(sample.run, run) for sample in groups[row]] for row in order],
             min(self.batch_size, len(groups)),
             stop,
             required=[order.index(row) for row in required],
             keep_going=self.config.partial_rollout,
         )
         sampled = self._collect(groups, order, completed)
-        self._defer(prompts, groups, sampled)
-        self._observe_lengths(groups, keys)
+        rest = [row for row in range(len(groups)) if row not in set(sampled.rows)]
+        if self.config.partial_rollout:
+            for sample in (sample for row in rest for sample in groups[row]):
+                if sample.log.num_tokens:
+                    self.logs[sample.client.sample_id] = sample.log
+        self.pool.finish(prompts.non_tensor_batch["uid"][sampled.rows])
+        self.pool.defer(prompts.select_idxs(rest))
+        for key, group in zip(keys, groups, strict=True):
+            running = [sample for sample in group if sample.new_tokens]
+            complete = [sample.log.num_tokens for sample in running if sample.is_complete]
+            self.history.observe(key, complete, [s.log.num_tokens for s in running if not s.is_complete])
         sampled.metrics = self._metrics(groups, sampled, required, discarded)
         return sampled
 
     # -- before ------------------------------------------------------------------------------------------------------
 
-    def _record_version(self, version: int) -> None:
-        if not self.weights or self.weights[-1] != version:
-            self.weights = [*self.weights[-self.config.max_staleness :], version]
-
     def staleness(self, version: int) -> int:
         """Return how many times the rollout's weights have changed since it held ``version``."""
-        newer = self.weights[self.weights.index(version) :] if version in self.weights else [None, *self.weights]
-        return len(newer) - 1
+        if version not in self.weights:
+            return len(self.weights)
+        return len(self.weights) - 1 - self.weights.index(version)
 
     def _discard_stale(self, uids: Sequence[str]) -> int:
         """Restart samples that hold a token older than ``max_staleness``; return the number of their tokens."""
@@ -291,21 +299,6 @@ class GroupScheduler:
             [place[row] for row in rows],
         )
 
-    def _defer(self, prompts: DataProto, groups: list[list[Sample]], sampled: SampledGroups) -> None:
-        rest = [row for row in range(len(groups)) if row not in set(sampled.rows)]
-        if self.config.partial_rollout:
-            for sample in (sample for row in rest for sample in groups[row]):
-                if sample.log.num_tokens:
-                    self.logs[sample.client.sample_id] = sample.log
-        self.pool.finish(prompts.non_tensor_batch["uid"][sampled.rows])
-        self.pool.defer(prompts.select_idxs(rest))
-
-    def _observe_lengths(self, groups: list[list[Sample]], keys: Sequence[str]) -> None:
-        for key, group in zip(keys, groups, strict=True):
-            running = [sample for sample in group if sample.new_tokens]
-            complete = [sample.log.num_tokens for sample in running if sample.is_complete]
-            self.history.observe(key, complete, [s.log.num_tokens for s in running if not s.is_complete])
-
     def _metrics(
         self, groups: list[list[Sample]], sampled: SampledGroups, required: Sequence[int], discarded: int
     ) -> dict[str, float]:
@@ -325,15 +318,12 @@ class GroupScheduler:
             "rollout/tokens_kept": kept,
             "rollout/tokens_discarded": discarded + left - kept,
         }
-        return metrics | (self._staleness_metrics(sampled) if self.config.partial_rollout else {})
-
-    def _staleness_metrics(self, sampled: SampledGroups) -> dict[str, float]:
-        ages = np.array([self.staleness(version) for versions in sampled.versions for version in versions] or [0])
-        return {
-            "rollout/staleness/mean": float(ages.mean()),
-            "rollout/staleness/max": float(ages.max()),
-            "rollout/stale_token_share": float((ages > 0).mean()),
-        }
+        if self.config.partial_rollout:
+            ages = np.array([self.staleness(version) for versions in sampled.versions for version in versions] or [0])
+            metrics["rollout/staleness/mean"] = float(ages.mean())
+            metrics["rollout/staleness/max"] = float(ages.max())
+            metrics["rollout/stale_token_share"] = float((ages > 0).mean())
+        return metrics
 
     # -- checkpoint --------------------------------------------------------------------------------------------------
 
@@ -396,7 +386,6 @@ def max_deferrals(config: RolloutConfig) -> int:
 
 def prompt_keys(prompts: DataProto) -> list[str]:
     """Return the key of each prompt in the length history."""
-    rows = prompts.non_tensor_batch.get("raw_prompt_ids")
-    if rows is None:
-        rows = [row.tolist() for row in prompts.ragged("input_ids").rows()]
-    return [prompt_key(row) for row in rows]
+    if "raw_prompt_ids" in prompts.non_tensor_batch:
+        return [prompt_key(row) for row in prompts.non_tensor_batch["raw_prompt_ids"]]
+    return [prompt_key(row.tolist()) for row in prompts.ragged("input_ids").rows()]

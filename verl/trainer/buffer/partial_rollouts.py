@@ -11,7 +11,7 @@ import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from hashlib import blake2b
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import numpy as np
 
@@ -99,7 +99,7 @@ class PartialRollout:
     token_ids: list[int] = field(default_factory=list)
     log_probs: list[float] | None = None
     versions: list[int] = field(default_factory=list)
-    finish_reason: str | None = None
+    finish_reason: Literal["stop", "length", "abort"] | None = None
     """None: not complete."""
 
     def add(self, completion: Completion, version: int) -> None:

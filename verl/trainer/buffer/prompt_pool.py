@@ -63,11 +63,11 @@ class PromptPool:
 
         A step may take several times: its new prompts are numbered on.
         """
-        back, self._back = self._back[:count], self._back[count:]
+        back, self._back = self._back.slice(0, count), self._back.slice(count)
         missing = count - len(back)
         while len(self._fresh) < missing:
             self._fresh = joined(self._fresh, self._next_batch())
-        fresh, self._fresh = self._fresh[:missing], self._fresh[missing:]
+        fresh, self._fresh = self._fresh.slice(0, missing), self._fresh.slice(missing)
         first = self._numbered[1] if self._numbered[0] == step else 0
         self._numbered = (step, first + missing)
         entries = {f"step{step}-{number}": PoolEntry(step, number) for number in range(first, first + missing)}
@@ -269,7 +269,7 @@ class GroupFilter:
             ValueError: they are too few, and no more batches may be sampled.
         """
         values = metric_values(batch, self.config.metric)
-        uids = batch.non_tensor_batch["uid"]
+        uids = batch.non_tensor_batch["uid"].tolist()
         varies = chosen_groups(uids, values, self.config)
         keeps = np.array([varies[uid] for uid in uids], dtype=bool)
         self._num_batches += 1
@@ -282,7 +282,11 @@ class GroupFilter:
             return True
         bound = self.config.max_num_gen_batches
         if bound and self._num_batches >= bound:
-            raise ValueError(self._too_few(step))
+            raise ValueError(
+                f"algorithm.filter_groups.max_num_gen_batches={bound}: no more may be sampled for step {step}, but "
+                f"{self._summary()} (data.train_batch_size). Raise it (0: no bound) or data.gen_batch_size, sample "
+                "more responses (actor_rollout_ref.rollout.n), or leave out prompts that are too easy or too hard."
+            )
         if self._num_batches % _REMIND_AFTER == 0:
             self.say(f"step {step}: {self._summary()}; sampling continues.")
         return False
@@ -294,7 +298,11 @@ class GroupFilter:
         batch = batch.select_idxs(np.flatnonzero(np.isin(batch.non_tensor_batch["uid"].astype(str), chosen)))
         self.pool.finish(uid for uid in self.entries if uid in self.pool.entries)
         if surplus:
-            rows = [prompts.select_idxs(_rows_of(prompts, surplus)) for prompts in self._prompts]
+            names = set(surplus)
+            rows = [
+                prompts.select_idxs(np.flatnonzero([uid in names for uid in prompts.non_tensor_batch["uid"]]))
+                for prompts in self._prompts
+            ]
             back = DataProto.concat([part for part in rows if len(part)])
             self.pool.return_unused(back, {uid: self.entries[uid] for uid in surplus})
         metrics = self._metrics(len(surplus))
@@ -319,24 +327,12 @@ class GroupFilter:
             f"differ in {self.config.metric}, whose mean is {mean:.3g}; the step needs {self.batch_size}"
         )
 
-    def _too_few(self, step: int) -> str:
-        return (
-            f"algorithm.filter_groups.max_num_gen_batches={self.config.max_num_gen_batches}: no more may be sampled "
-            f"for step {step}, but {self._summary()} (data.train_batch_size). Raise it (0: no bound) or "
-            "data.gen_batch_size, sample more responses (actor_rollout_ref.rollout.n), or leave out prompts that are "
-            "too easy or too hard."
-        )
-
 
 def _not_a_number(metric: str, why: str) -> str:
     return (
         f"algorithm.filter_groups.metric={metric}: its values must be finite numbers, but {why}. Return a number from "
         "the reward function, or use seq_reward."
     )
-
-
-def _rows_of(prompts: DataProto, uids: Sequence[str]) -> np.ndarray:
-    return np.flatnonzero([uid in set(uids) for uid in prompts.non_tensor_batch["uid"]])
 
 
 def _joined(parts: Sequence[DataProto]) -> DataProto:

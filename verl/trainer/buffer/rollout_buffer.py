@@ -254,7 +254,7 @@ class RolloutBuffer:
         timing: dict[str, float] = {}
         with marked_timer("gen_wait", timing):
             generated = batch.rollout.result()
-        metrics = {"rollout/staleness": step - 1 - batch.rollout.steps_done}
+        metrics: dict[str, float] = {"rollout/staleness": step - 1 - batch.rollout.steps_done}
         if seconds := generated.meta_info.get("timing", {}).get("generate_sequences"):
             metrics["perf/rollout_overlap"] = max(0.0, 1 - timing["gen_wait"] / seconds)
         timing |= self._start_next(steps_done=step - 1)

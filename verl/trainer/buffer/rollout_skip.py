@@ -68,7 +68,12 @@ class RolloutCache:
         path = self.path_of(request)
         if not path.exists():
             return None
-        self._say_reuse(path)
+        if "reuse" not in self.has_said:
+            self.has_said.add("reuse")
+            self.say(
+                f"actor_rollout_ref.rollout.skip_rollout=true: batches are read from {path.parent} where they "
+                f"exist. This run learns from text that its own policy did not write."
+            )
         batch, _ = load_rows(path)
         batch.meta_info["timing"] = {}
         return batch
@@ -107,14 +112,6 @@ class RolloutCache:
             "seeds": _hash(request.column("seeds")) if "seeds" in request else None,
             **{name: _hash_objects(column) for name, column in objects.items()},
         }
-
-    def _say_reuse(self, path: Path) -> None:
-        if "reuse" not in self.has_said:
-            self.has_said.add("reuse")
-            self.say(
-                f"actor_rollout_ref.rollout.skip_rollout=true: batches are read from {path.parent} where they "
-                f"exist. This run learns from text that its own policy did not write."
-            )
 
     def _say_what_differs(self, key: Mapping[str, Any]) -> None:
         """Print once how a cached batch of this step differs from the requested one."""

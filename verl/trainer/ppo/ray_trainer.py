@@ -550,8 +550,8 @@ class RayPPOTrainer(RecipeNames):
         n_gpus = self.resource_pool_manager.get_n_gpus()
         if trainer.memory_ledger:
             busy = self.rollout_wg if self.buffer.generates_ahead else None  # a call would wait for its responses
-            groups = (group for group in self.worker_groups.values() if group is not busy)
-            self.metrics.update(self.memory_report.metrics(groups))
+            idle = (group for group in self.worker_groups.values() if group is not busy)
+            self.metrics.update(self.memory_report.metrics(idle))
         epoch = (self.buffer.batches_read(step) - 1) // self.steps_per_epoch
         self.metrics.update({"training/global_step": step, "training/epoch": epoch})
         self.metrics.update(compute_data_metrics(batch=batch, use_critic=self.use_critic))
