@@ -42,6 +42,7 @@ def _roll(words: list[str]) -> int:
 def _merge(words: list[str]) -> int:
     from verl.model_merger.__main__ import main
 
+    # verl's older script had the operation as its first word; without one, it is merge
     operation = words[0] if words and words[0] in ("merge", "test") else None
     return main(words if operation is None else words[1:], operation or "merge")
 

@@ -103,6 +103,7 @@ class ActorConfig(Config):
     the loss: the ratio of a token (vanilla, cispo, clip_cov), of a response (gspo; 3e-4 as published), the log-ratio
     (geo_mean; 0.4), a difference of probabilities (dppo_tv), or a divergence (dppo_kl)."""
 
+    # not null, as in verl: ``clip_ratio`` given alone is copied to both sides when the tree is loaded
     clip_ratio_low: float | None = option(0.2, above=0)
     """Lower side: the ratio is clipped at 1 - this. Null: ``clip_ratio``."""
 
@@ -240,6 +241,7 @@ class RefModelConfig(Config):
 class RefConfig(Config):
     """The frozen reference policy. It exists with ``algorithm.use_kl_in_reward`` or ``actor.use_kl_loss``."""
 
+    # the sections of other roles follow the actor's by interpolation in the groups' YAML, not by these defaults
     strategy: Strategy = "fsdp"
     """Engine; follows the actor's."""
 

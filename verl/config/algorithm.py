@@ -114,6 +114,7 @@ class RolloutCorrectionConfig(Config):
         return [self._rejection(kind, text) for kind, text in zip(kinds, texts, strict=True)]
 
     def _rejection(self, kind: str, text: str | None) -> Rejection:
+        # a divergence is never negative and 0 where both agree: there is nothing to bound from below
         if kind in DIVERGENCES:
             lower, upper = _bounds(text) if text is not None else (None, None)
             if upper is None or lower is not None:
@@ -123,6 +124,7 @@ class RolloutCorrectionConfig(Config):
             raise ValueError(f"{kind!r} is no way to reject; there are {', '.join((*RATIOS, *DIVERGENCES))}")
         lower, upper = _bounds(self.weighting[0] if text is None else text)
         lower = self.rollout_rs_threshold_lower if lower is None else lower
+        # 1 / upper: as far below 1 as the upper bound is above, in log r
         return Rejection(RATIOS[kind], upper, 1 / upper if lower is None else lower)
 
 

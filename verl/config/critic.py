@@ -83,9 +83,11 @@ class CriticConfig(Config):
     deepspeed: DeepSpeedConfig = section(DeepSpeedConfig)
     """ZeRO, with ``strategy=deepspeed``."""
 
+    # null rather than false: whether there is a critic is the estimator's to say
     enable: bool | None = None
     """Train a critic? Null: yes if the advantage estimator needs one."""
 
+    # verl's default for a critic; the class's own is the actor's
     optim: OptimConfig = section(OptimConfig, lr=1e-5, min_lr_ratio=None)
     """Optimizer of the critic."""
 

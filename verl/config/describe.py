@@ -95,6 +95,7 @@ _UNITS = (
 
 def unit(cls: type[Config], name: str) -> str:
     """What a number counts, as the option's docstring says it; empty if it says nothing, or is no number."""
+    # ``int | None`` counts something, ``str`` does not
     kinds = typing.get_args(types_of(cls)[name]) or (types_of(cls)[name],)
     if not {int, float} & set(kinds):
         return ""
@@ -157,6 +158,7 @@ def _table(section: Config, key: str, title: str) -> list[str]:
     for item in dataclasses.fields(section):
         name = f"{key}.{item.name}".lstrip(".")
         kind = section_class(types_of(type(section))[item.name])
+        # a section that is null by default is described by its class
         if kind is not None:
             inner.append((name, section[item.name] if isinstance(section[item.name], Config) else kind()))
         if not isinstance(section[item.name], Config):
@@ -335,6 +337,7 @@ def _diff(one: str, other: str) -> int:
     for path, source in ((one, first), (other, second)):
         for note in source.notes:
             print(f"note: {path}: {note}", file=sys.stderr)
+    # the order of the first, then what only the second has: a root of the user's may have more sections
     keys = [key for key in dict.fromkeys([*first.values, *second.values])]
     differing = [key for key in keys if first.values.get(key) != second.values.get(key)]
     for key in differing:
@@ -397,6 +400,7 @@ def _of_yaml(file: Path) -> Source:
     tree = OmegaConf.to_container(OmegaConf.load(file))
     if not isinstance(tree, dict):
         raise ConfigError([f"{file} holds no mapping of keys to values."])
+    # a primary configuration of hydra's, with groups of its own; else plain keys and values
     if "defaults" in tree:
         return _typed(load([], str(file.parent), file.stem), [])
     return _typed(_of_tree(tree), [])
@@ -450,6 +454,7 @@ def words_of_script(text: str) -> tuple[list[str] | None, list[str]]:
         behind = re.split(r"\bmain_ppo(?:\.py)?\b|\bverl\s+ppo\b", line, maxsplit=1)[1]
         for word in _with_arrays(_split(_summed(behind, known)), arrays):
             full = _expanded(word, known)
+            # words of the script's own command line, of which nothing is known here
             if word in ("$@", "$*"):
                 continue
             if "$" in full.replace("${oc", "").replace("$$", "") and not re.search(r"=\$\{[\w.]+\}$", full):

@@ -28,7 +28,7 @@ _UNGATED = ("gpt2", "gpt_neo", "gpt_neox", "gptj", "opt", "bloom", "falcon", "ph
 _BIASED_QKV = ("qwen2", "qwen2_moe", "qwen2_vl", "qwen2_5_vl", "qwen2_vl_text", "qwen2_5_vl_text")
 
 
-class ModelFacts(NamedTuple):
+class ModelShape(NamedTuple):
     """Shape of a decoder. A number is None where the config does not name it."""
 
     folder: Path
@@ -94,7 +94,7 @@ def read_json(file: Path) -> dict[str, Any]:
     return content if isinstance(content, dict) else {}
 
 
-def read_model(path: str, override: Mapping[str, Any] | None = None) -> ModelFacts | None:
+def read_model(path: str, override: Mapping[str, Any] | None = None) -> ModelShape | None:
     """Shape of the model at ``path``; None where its config.json is not at hand or is of no decoder.
 
     Args:
@@ -115,7 +115,7 @@ def read_model(path: str, override: Mapping[str, Any] | None = None) -> ModelFac
     experts = next((text[name] for name in _EXPERTS if text.get(name)), 0)
     inner = text.get("intermediate_size") or text.get("n_inner") or 4 * hidden
     shapes = stored_shapes(folder)
-    model = ModelFacts(
+    model = ModelShape(
         folder=folder,
         model_type=str(text.get("model_type", "")),
         layers=layers,
@@ -145,7 +145,7 @@ def _tied_unless_said(text: Mapping[str, Any]) -> bool:
     return str(text.get("model_type", "")).startswith(("gemma", "gpt2", "opt", "bloom", "falcon"))
 
 
-def count_parameters(model: ModelFacts) -> int:
+def count_parameters(model: ModelShape) -> int:
     """Numbers of a decoder of this shape, vision towers left out."""
     h, wide = model.hidden, model.heads * model.head_size
     narrow = model.kv_heads * model.head_size
@@ -197,7 +197,7 @@ def model_problems(config: PPOConfig) -> list[Problem]:
     return [found for check in _CHECKS for found in check(config)]
 
 
-def facts_of(config: PPOConfig, role: str) -> ModelFacts | None:
+def shape_of(config: PPOConfig, role: str) -> ModelShape | None:
     """The model of a role: ``actor``, ``ref``, ``rollout``, ``critic`` or ``reward_model``."""
     shared = config.actor_rollout_ref
     if role == "critic":
@@ -221,7 +221,7 @@ def _divisors(number: int) -> str:
 
 
 def _rollout_shares_heads(config: PPOConfig) -> Iterator[Problem]:
-    rollout, model = config.actor_rollout_ref.rollout, facts_of(config, "rollout")
+    rollout, model = config.actor_rollout_ref.rollout, shape_of(config, "rollout")
     size = rollout.tensor_model_parallel_size
     if not rollout.traits.is_external or model is None or size == 1:
         return
@@ -243,7 +243,7 @@ def _rollout_shares_heads(config: PPOConfig) -> Iterator[Problem]:
 def _sequences_share_heads(config: PPOConfig) -> Iterator[Problem]:
     names = {ACTOR: "actor", REF: "ref", "critic": "critic", RM: "reward_model"}
     for key, section in models(config).items():
-        model, size = facts_of(config, names[key]), section.ulysses_sequence_parallel_size
+        model, size = shape_of(config, names[key]), section.ulysses_sequence_parallel_size
         if model is not None and model.heads % size:
             text = (
                 f"does not divide the {model.heads} attention heads (num_attention_heads) of "
@@ -254,7 +254,7 @@ def _sequences_share_heads(config: PPOConfig) -> Iterator[Problem]:
 
 
 def _context_holds_prompt_and_response(config: PPOConfig) -> Iterator[Problem]:
-    rollout, model = config.actor_rollout_ref.rollout, facts_of(config, "rollout")
+    rollout, model = config.actor_rollout_ref.rollout, shape_of(config, "rollout")
     if model is None or model.context is None:
         return
     length = rollout.max_model_len or rollout.prompt_length + rollout.response_length
@@ -271,7 +271,7 @@ def _context_holds_prompt_and_response(config: PPOConfig) -> Iterator[Problem]:
 
 
 def _tokenizer_fits_the_embedding(config: PPOConfig) -> Iterator[Problem]:
-    model, named = facts_of(config, "rollout"), config.data.tokenizer
+    model, named = shape_of(config, "rollout"), config.data.tokenizer
     folder = find_folder(named) if named else model and model.folder
     size = tokenizer_size(folder) if folder else None
     if model is None or size is None or size <= model.vocab:
@@ -286,9 +286,9 @@ def _tokenizer_fits_the_embedding(config: PPOConfig) -> Iterator[Problem]:
 
 
 def _roles_read_the_same_tokens(config: PPOConfig) -> Iterator[Problem]:
-    policy = facts_of(config, "rollout")
+    policy = shape_of(config, "rollout")
     for role in ("ref", "critic", "reward_model"):
-        other = facts_of(config, role) if role in _roles(config) else None
+        other = shape_of(config, role) if role in _roles(config) else None
         if policy is None or other is None or other.vocab >= policy.vocab:
             continue
         if role == "reward_model" and config.reward_model.model.input_tokenizer:
@@ -306,7 +306,7 @@ def _roles_read_the_same_tokens(config: PPOConfig) -> Iterator[Problem]:
 
 
 def _reward_model_scores(config: PPOConfig) -> Iterator[Problem]:
-    model = facts_of(config, "reward_model") if config.reward_model.enable else None
+    model = shape_of(config, "reward_model") if config.reward_model.enable else None
     if model is not None and model.architecture and not model.architecture.endswith(_LISTS_LABELS):
         text = (
             f"is of {model.architecture}, not a reward model: its scores would be random numbers. Name a sequence or "

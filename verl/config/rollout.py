@@ -213,6 +213,7 @@ class RolloutConfig(Config):
     free_cache_engine: bool = True
     """Free the engine's weights and cache while the actor trains."""
 
+    # verl's default, also for engines that cannot share a model: one that is not given is not held against them
     tensor_model_parallel_size: int = option(2, above=0)
     """GPUs that share one copy of the engine. No effect with ``hf``."""
 
@@ -374,6 +375,7 @@ class RolloutConfig(Config):
     @property
     def pipeline_stages(self) -> int:
         """Groups of layers on GPUs of their own that one copy of the engine has."""
+        # null is allowed there, as for options of the engine
         own = self.engine_kwargs.get(self.name) or {}
         return (own.get("pipeline_parallel_size") or 1) if self.traits.has_pipeline else 1
 

@@ -147,6 +147,7 @@ class TrainerConfig(Config):
     """``auto``: from the newest checkpoint in ``default_local_dir``, if any. ``resume_path``: from
     ``resume_from_path``. ``disable``: from the start."""
 
+    # asked for a step's folder, not a run's: the newest of a run is what ``auto`` takes
     resume_from_path: str | None = None
     """Folder of a checkpoint, ``.../global_step_N``. Read only with ``resume_mode=resume_path``."""
 
@@ -170,6 +171,7 @@ class TrainerConfig(Config):
     del_local_ckpt_after_load: bool = False
     """Delete the checkpoint after resuming from it. A run that ends before it has saved a new one cannot resume."""
 
+    # follows project and experiment by interpolation in ppo_trainer.yaml; this is its value there
     default_local_dir: str = "checkpoints/verl_examples/gsm8k"
     """Folder of the run: its command, configuration, environment, log and checkpoints; by default named after project
     and experiment."""
@@ -268,4 +270,5 @@ class RayInitConfig(Config):
     @property
     def variables(self) -> dict[str, Any]:
         """Environment variables of the workers; ``env`` goes before ``runtime_env.env_vars``."""
+        # env last: it goes before what the runtime environment says
         return {**(self.runtime_env.get("env_vars") or {}), **self.env}

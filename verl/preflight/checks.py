@@ -14,7 +14,7 @@ from verl.config.base import ConfigError, Problem
 from verl.config.checks import find
 from verl.config.checks.run import missing_files
 from verl.config.load import LoadedConfig, load
-from verl.config.model_info import facts_of
+from verl.config.model_info import shape_of
 from verl.config.ppo import ACTOR, MODEL, ROLLOUT, PPOConfig
 from verl.config.unused_options import given_to, unused_in_source
 from verl.preflight.estimates import checkpoint_bytes, derivation, memory_plan, prompts_key, total_steps
@@ -194,7 +194,7 @@ def _add_memory(report: Report, config: PPOConfig, machine: Machine) -> None:
     if not gpu_bytes and machine.is_this and config.trainer.device == "cuda":
         gpu_bytes = gpu_memory_here()
     # a GPU's size is that of this machine only if the run is for it
-    report.memory, model = memory_plan(config, gpu_bytes), facts_of(config, "actor")
+    report.memory, model = memory_plan(config, gpu_bytes), shape_of(config, "actor")
     if not report.memory or model is None:
         report.memory_notes = [f"  not estimated: no local config.json of {MODEL}.path={path}"]
         return

@@ -19,7 +19,7 @@ from verl.config.checks.base import models, sharded, trained_roles
 from verl.config.checks.batch import counted, optimizer_steps
 from verl.config.critic import CriticConfig
 from verl.config.engine import DeepSpeedConfig
-from verl.config.model_info import ModelFacts, facts_of
+from verl.config.model_info import ModelShape, shape_of
 from verl.config.ppo import ACTOR, MODEL, REF, RM, ROLLOUT, PPOConfig
 from verl.preflight.report import Number, PhaseMemory
 
@@ -325,7 +325,7 @@ def _freed(config: PPOConfig, roles: dict[str, RoleMemory]) -> int:
     return max(freed)
 
 
-def _small(model: ModelFacts, size: int) -> int:
+def _small(model: ModelShape, size: int) -> int:
     """Return the share of ``size`` bytes over all weights that lies in matrices below ``_SMALL_BLOCK``."""
     # glibc keeps freed blocks below its mmap threshold, which grows to 32 MiB
     per_number = size / max(1, model.parameters)
@@ -335,12 +335,12 @@ def _small(model: ModelFacts, size: int) -> int:
     return int(found * per_number)
 
 
-def _embeddings(model: ModelFacts) -> int:
+def _embeddings(model: ModelShape) -> int:
     """Return the parameters outside of the layers: one embedding if input and output share it, else two."""
     return model.embedding * (1 if model.is_tied else 2)
 
 
-def _rollout(config: PPOConfig, model: ModelFacts, gpu_bytes: int | None) -> dict[str, int]:
+def _rollout(config: PPOConfig, model: ModelShape, gpu_bytes: int | None) -> dict[str, int]:
     rollout = config.actor_rollout_ref.rollout
     size, (tp, pp) = BYTES.get(rollout.dtype, 2), _rollout_split(config)
     weights = model.parameters * size // (tp * pp)
@@ -408,7 +408,7 @@ class RoleMemory(NamedTuple):
     """Temporary copies of weights while layers compute."""
     gradients: int
     optimizer: int
-    model: ModelFacts
+    model: ModelShape
     compute: int
     """Bytes of a number in forward and backward."""
     offloads_weights: bool
@@ -424,13 +424,13 @@ def roles_memory(config: PPOConfig) -> list[RoleMemory]:
     for key, place in sharded(config).items():
         # the reference of a policy with adapters is the policy without them
         borrows = key == REF and config.actor_rollout_ref.model.lora_rank and not (own is not None and own.path)
-        model = None if borrows else facts_of(config, key.rpartition(".")[2])
+        model = None if borrows else shape_of(config, key.rpartition(".")[2])
         if model is not None:
             found.append(_role(config, key, place, model))
     return found
 
 
-def trained_parameters(config: PPOConfig, key: str, model: ModelFacts) -> int:
+def trained_parameters(config: PPOConfig, key: str, model: ModelShape) -> int:
     """Return the number of trained parameters of a role."""
     if key not in (ACTOR, "critic"):
         return 0
@@ -443,7 +443,7 @@ def trained_parameters(config: PPOConfig, key: str, model: ModelFacts) -> int:
     return model.layers * rank * sides
 
 
-def _role(config: PPOConfig, key: str, place: str, model: ModelFacts) -> RoleMemory:
+def _role(config: PPOConfig, key: str, place: str, model: ModelShape) -> RoleMemory:
     section, sharding, world = get_path(config, key), get_path(config, place), config.trainer.world_size
     trained, numbers = trained_parameters(config, key, model), model.parameters
     compute = BYTES[sharding.compute_dtype]
@@ -496,7 +496,7 @@ def _zero(
     return 0 if zero.offload_param else weights, gathered, gradients, 0 if zero.offload_optimizer else moments
 
 
-def kept_bytes_per_token(model: ModelFacts, compute: int) -> int:
+def kept_bytes_per_token(model: ModelShape, compute: int) -> int:
     """Return the activation bytes of one layer per token.
 
     Norms store their input, twice in fp32; attention its input, queries, keys, values and output; the MLP its input
@@ -511,7 +511,7 @@ def kept_bytes_per_token(model: ModelFacts, compute: int) -> int:
     return norms + attention + mlp
 
 
-def activations(model: ModelFacts, compute: int, tokens: int, recomputes: bool) -> int:
+def activations(model: ModelShape, compute: int, tokens: int, recomputes: bool) -> int:
     """Return the activation bytes of ``tokens`` tokens stored between forward and backward."""
     layer = kept_bytes_per_token(model, compute) * tokens
     if recomputes:
@@ -519,13 +519,13 @@ def activations(model: ModelFacts, compute: int, tokens: int, recomputes: bool) 
     return model.layers * layer
 
 
-def passing(model: ModelFacts, compute: int, tokens: int) -> int:
+def passing(model: ModelShape, compute: int, tokens: int) -> int:
     """Return the peak bytes of a forward pass without gradients: the widest point of one layer."""
     wide = max(3 * model.inner * (model.active_experts if model.experts else 1), 4 * model.heads * model.head_size)
     return (wide + 4 * model.hidden) * compute * tokens
 
 
-def logits(model: ModelFacts, compute: int, tokens: int, device: str, trains: bool) -> int:
+def logits(model: ModelShape, compute: int, tokens: int, device: str, trains: bool) -> int:
     """Return the bytes of the chunks of logits of ``tokens`` tokens; in training also gradients of embeddings."""
     # on a GPU they are computed in fp32
     size = 4 if device == "cuda" else compute

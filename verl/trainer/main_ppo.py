@@ -41,6 +41,7 @@ def run_ppo(config: PPOConfig | Any, task_runner_class: Any = None, command_line
         return
     tree = adopt_config(config)
     config = typed_config(tree)
+    # opened before torch is imported, so that a run which fails at that leaves its record too
     with recorded_run(config, command_line):
         if config.trainer.progress_bar:
             print("loading torch and transformers", flush=True)
@@ -48,6 +49,7 @@ def run_ppo(config: PPOConfig | Any, task_runner_class: Any = None, command_line
             from verl.trainer.ppo.job import PPOJob
 
         job = PPOJob(config, command_line=command_line)
+        # as the application gave it: classes of its own may read sections that the typed tree has not
         job.script_config = tree
         job.run()
 

@@ -102,6 +102,7 @@ def mini_batch_size_divides_train_batch_size(config: PPOConfig) -> Iterator[Prob
 def micro_batch_size_within_mini_batch_of_a_rank(config: PPOConfig) -> Iterator[Problem]:
     for key, role, n in trained_roles(config):
         micro, ranks = role.ppo_micro_batch_size_per_gpu, config.dp_size(role)
+        # rounded up: the rank with the most rows decides
         rows = -(-role.ppo_mini_batch_size * n // ranks)
         if not role.use_dynamic_bsz and micro and micro > rows:
             yield problem(
@@ -120,6 +121,7 @@ def micro_batch_size_given_once(config: PPOConfig) -> Iterator[Problem]:
     for name, budget, dynamic, ranks in scoring_roles(config):
         local = f"{name}_per_gpu"
         total, per_gpu = get_path(config, name), get_path(config, local)
+        # a total given alone has become a size per rank by now
         if total is not None and per_gpu is not None:
             text = (
                 f"{name}={total} and {local}={per_gpu} are both set: they say the same thing, for all {ranks} ranks "
@@ -163,6 +165,7 @@ def skip_old_log_probs_requires_one_optimizer_step(config: PPOConfig) -> Iterato
     actor, key = config.actor_rollout_ref.actor, f"{ACTOR}.skip_old_log_probs"
     if not actor.skip_old_log_probs:
         return
+    # with one step the policy of the update is still the one that sampled
     steps = config.prompts_per_update // actor.ppo_mini_batch_size * actor.ppo_epochs
     if steps > 1:
         text = (
@@ -286,6 +289,7 @@ def low_token_budget(config: PPOConfig) -> Iterator[Problem]:
 @validator("advice")
 def fewer_samples_than_workers(config: PPOConfig) -> Iterator[Problem]:
     samples, workers = config.data.prompts_per_step * config.actor_rollout_ref.rollout.n, sum(config.rollout_processes)
+    # prompts x responses, for a group may be spread over workers
     if samples < workers:
         text = (
             f"with {ROLLOUT}.n={config.actor_rollout_ref.rollout.n} gives {samples} samples a step to {workers} "

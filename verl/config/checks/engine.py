@@ -65,6 +65,7 @@ def fsdp_size_divides_world_size(config: PPOConfig) -> Iterator[Problem]:
     world = config.trainer.world_size
     for key in (f"{ACTOR}.fsdp_config", f"{REF}.fsdp_config", "critic.model.fsdp_config", f"{RM}.model.fsdp_config"):
         size = get_path(config, key).fsdp_size
+        # more than there are workers means all of them
         if size == 0 or size < -1 or (size > 0 and world % min(size, world)):
             text = f"must be -1 (all ranks) or a divisor of the {world} workers."
             yield problem(config, f"{key}.fsdp_size", text, "trainer.n_gpus_per_node")
@@ -99,6 +100,7 @@ def offload_policy_requires_fsdp2(config: PPOConfig) -> Iterator[Problem]:
 @validator("error")
 def l2_coef_requires_whole_weights(config: PPOConfig) -> Iterator[Problem]:
     actor = config.actor_rollout_ref.actor
+    # the actor is always the first of the roles
     if actor.l2_coef and engine_roles(config)[0].engine.has_flat_pieces:
         text = (
             f"needs fsdp2 or local, and {ACTOR}.strategy={actor.strategy} keeps weights and gradients in flat pieces. "
@@ -215,6 +217,7 @@ def ref_options_unused_with_lora(config: PPOConfig, is_given: IsGiven) -> Iterat
 def fused_kernels_options_unused(config: PPOConfig, is_given: IsGiven) -> Iterator[Problem]:
     model, key = config.actor_rollout_ref.model, "actor_rollout_ref.model.use_fused_kernels"
     why = "log-probs and entropy are computed from hidden states in chunks either way"
+    # the head never makes whole logits, so the option only chooses who computes
     if not model.use_fused_kernels or model.fused_kernel_options.impl_backend == "torch":
         yield from unused(config, [key], is_given, why)
     decides = f"{key}={show(model.use_fused_kernels)} decides"
@@ -265,6 +268,7 @@ def deepspeed_options_unused(config: PPOConfig, is_given: IsGiven) -> Iterator[P
             yield from unused(config, keys, is_given, f"{role.key}.strategy={role.section.strategy}")
             continue
         keys = [key for key in keys if not key.endswith(".zero_stage")]
+        # stages 1 and 2 share out state and gradients, of which a frozen model has none
         if not role.is_trained and stage < 3:
             yield from unused(config, keys, is_given, "below zero_stage=3 what only scores is whole on every rank")
         elif stage == 0:
@@ -310,6 +314,7 @@ def sequence_parallel_for_short_sequences(config: PPOConfig) -> Iterator[Problem
     longest = config.actor_rollout_ref.rollout.longest_sequence
     for key, section in models(config).items():
         size = section.ulysses_sequence_parallel_size
+        # so few tokens fit one device with room to spare: sharing them costs more than it saves
         if size > 1 and longest < 4096:
             text = (
                 f"shares samples of at most {longest} tokens among {size} ranks, which exchange tokens in every layer. "

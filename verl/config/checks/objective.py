@@ -143,6 +143,7 @@ def bypass_mode_loss_follows_rollout_correction(config: PPOConfig) -> Iterator[P
 def rollout_correction_thresholds_ordered(config: PPOConfig) -> Iterator[Problem]:
     options, bounds = config.algorithm.rollout_correction, []
     try:
+        # thresholds may be text with both bounds, which only their property can read
         upper, lower, mode = options.weighting
     except ValueError as error:
         yield problem(config, f"{CORRECTION}.rollout_is_threshold", f"is no threshold: {error}.")
@@ -156,6 +157,7 @@ def rollout_correction_thresholds_ordered(config: PPOConfig) -> Iterator[Problem
         text = " with ".join(f"{key}={show(get_path(config, key))}" for key in names)
         yield Problem(names[0], f"{text}: {error}.", (names[1],))
     for kind, upper, lower in bounds:
+        # equal bounds leave nothing between them either
         if lower >= upper:
             name = f"{CORRECTION}.rollout_{kind}_threshold"
             text = (
@@ -168,6 +170,7 @@ def rollout_correction_thresholds_ordered(config: PPOConfig) -> Iterator[Problem
 @validator("error")
 def topr_excludes_token_rejection(config: PPOConfig) -> Iterator[Problem]:
     options, mode = config.algorithm.rollout_correction, config.actor_rollout_ref.actor.policy_loss.loss_mode
+    # the score of a response lies on its last token, which token-wise rejection may take away
     if mode == "topr" and any(kind.strip().startswith("token") for kind in (options.rollout_rs or "").split(",")):
         text = (
             f"with {ACTOR}.policy_loss.loss_mode=topr: a response whose last token is rejected would lose the score by "
@@ -296,6 +299,7 @@ def lr_warmup_steps_ratio_unused(config: PPOConfig, is_given: IsGiven) -> Iterat
 @validator("warning")
 def estimator_options_unused(config: PPOConfig, is_given: IsGiven) -> Iterator[Problem]:
     estimator = config.algorithm.adv_estimator
+    # None: an estimator of the user's, which may read anything
     read = options_read("advantages").get(estimator)
     if read is not None:
         keys = [key for key in all_options("advantages") if key not in (*read, _WHITEN)]
@@ -305,6 +309,7 @@ def estimator_options_unused(config: PPOConfig, is_given: IsGiven) -> Iterator[P
 @validator("warning")
 def policy_loss_options_unused(config: PPOConfig, is_given: IsGiven) -> Iterator[Problem]:
     mode = config.actor_rollout_ref.actor.policy_loss.loss_mode
+    # None: a loss of the user's, which may read anything
     read = options_read("losses").get(mode)
     if read is not None:
         keys = [key for key in all_options("losses") if key not in read]
@@ -314,6 +319,7 @@ def policy_loss_options_unused(config: PPOConfig, is_given: IsGiven) -> Iterator
 @validator("warning")
 def clip_ratio_unused_with_one_optimizer_step(config: PPOConfig, is_given: IsGiven) -> Iterator[Problem]:
     actor = config.actor_rollout_ref.actor
+    # after a first optimizer step the ratio moves away from 1, and clipping acts
     if actor.ppo_epochs > 1 or actor.ppo_mini_batch_size < config.prompts_per_update:
         return
     if config.algorithm.rollout_correction.bypass_mode:  # then the ratio is that to the sampler

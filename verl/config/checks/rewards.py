@@ -38,6 +38,7 @@ def batch_reward_manager_requires_custom_function(config: PPOConfig) -> Iterator
     rm, path = config.reward_model, config.custom_reward_function.path
     if rm.reward_manager != "batch" or rm.enable:
         return
+    # functions of single data sources may take lists, too
     places = rm.by_source or {}
     way_out = (
         f"the built-in rules take one response at a time. Name a function of lists in custom_reward_function.path, or "
@@ -81,6 +82,7 @@ def gdpo_weights_match_reward_keys(config: PPOConfig) -> Iterator[Problem]:
     algorithm = config.algorithm
     if algorithm.adv_estimator != "gdpo":
         return
+    # null weights are equal ones, of any number of keys
     keys, weights = algorithm.gdpo_reward_keys, algorithm.gdpo_reward_weights
     if keys and weights is not None and len(weights) != len(keys):
         text = (
@@ -165,6 +167,7 @@ _SUBTRACT_GROUP_MEAN = ("grpo", "grpo_passk", "rloo", "reinforce_plus_plus_basel
 def reward_model_options_without_reward_model(config: PPOConfig, is_given: IsGiven) -> Iterator[Problem]:
     if config.reward_model.enable:
         return
+    # these are read whether or not there is a reward model: functions score too
     of_functions = (
         "enable",
         "reward_manager",
@@ -219,6 +222,7 @@ def reward_model_input_options_unused(config: PPOConfig, is_given: IsGiven) -> I
 @validator("warning")
 def reward_function_unused_in_training(config: PPOConfig, is_given: IsGiven) -> Iterator[Problem]:
     rm = config.reward_model
+    # a manager of the user's may read both, and combine them
     if not rm.enable or rm.reward_manager not in built_names(f"{RM}.reward_manager"):
         return
     if config.custom_reward_function.path is not None:

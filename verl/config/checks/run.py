@@ -36,6 +36,7 @@ def server_host_reachable_from_other_nodes(config: PPOConfig) -> Iterator[Proble
     rollout = config.actor_rollout_ref.rollout
     is_local = rollout.server_host in ("localhost", "::1") or rollout.server_host.startswith("127.")
     place = "trainer" if config.actor_rollout_ref.hybrid_engine else ROLLOUT
+    # of the rollout, which may be on machines of its own
     nodes = len(config.rollout_processes)
     if rollout.mode == "async" and nodes > 1 and is_local:
         text = (
@@ -57,6 +58,7 @@ def resume_from_path_is_checkpoint_folder(config: PPOConfig) -> Iterator[Problem
 def checkpoint_load_contents_are_saved(config: PPOConfig) -> Iterator[Problem]:
     for key, role, _ in trained_roles(config):
         extra = [part for part in role.checkpoint.load_contents if part not in role.checkpoint.save_contents]
+        # without saving, what is loaded comes from another run
         if extra and config.trainer.save_freq > 0:
             text = (
                 f"asks for {', '.join(extra)}, which {key}.checkpoint.save_contents={role.checkpoint.save_contents} "
@@ -168,6 +170,7 @@ def worker_timeout_unused_with_one_local_worker(config: PPOConfig, is_given: IsG
 @validator("warning")
 def ray_init_unused_with_local_controller(config: PPOConfig, is_given: IsGiven) -> Iterator[Problem]:
     if config.trainer.controller == "local":
+        # env reaches forked workers as well
         keys = [key for key in given_below("ray_init", config, is_given) if key != "ray_init.env"]
         if config.trainer.world_size == 1 and config.actor_rollout_ref.hybrid_engine:
             keys.append("trainer.ray_wait_register_center_timeout")  # forked workers are waited for, too
@@ -292,6 +295,7 @@ def _data_files(config: PPOConfig) -> Iterator[Problem]:
         return  # what the files are is that class's affair
     for key, files in config.data.files.items():
         for path in map(str, files):
+            # a hub id has no ending of a file
             if _is_remote(path) or _exists(path) or _HUB_NAME.fullmatch(path) and not path.endswith(_DATA_ENDINGS):
                 continue
             if glob.has_magic(path):
@@ -359,6 +363,7 @@ def _written_folders(config: PPOConfig) -> Iterator[Problem]:
 def _why_unwritable(folder: Path) -> str | None:
     """What the system says to a folder made there; permissions alone do not tell of full and of special disks."""
     try:
+        # tried rather than asked: os.access knows nothing of full or read-only disks
         with tempfile.TemporaryDirectory(prefix=".verl-", dir=folder):
             return None
     except OSError as error:

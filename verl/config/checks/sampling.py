@@ -55,6 +55,7 @@ contradictions(__name__, _CONTRADICTIONS)
 @validator("error")
 def group_estimator_requires_several_responses(config: PPOConfig) -> Iterator[Problem]:
     estimator, rollout = config.algorithm.adv_estimator, config.actor_rollout_ref.rollout
+    # alone in its group a response is its own mean: every advantage would be 0
     if estimator in _GROUP_ESTIMATORS and rollout.n < 2:
         text = (
             f"with algorithm.adv_estimator={estimator}: a response is compared with others of its group, and there are "
@@ -72,6 +73,7 @@ def sampling_kwargs_allowed(config: PPOConfig) -> Iterator[Problem]:
             key = f"{place}.sampling_kwargs.{name}"
             if name in OWN:
                 way_out = f"set {ROLLOUT if name == 'ignore_eos' else place}.{name}, the key it has of its own"
+            # private fields of an engine's parameter class are nobody's to set
             elif name in DECIDED or name.startswith("_"):
                 way_out = DECIDED.get(name, "leave it out")
             elif known is not None and name not in known:
@@ -86,6 +88,7 @@ def sampling_kwargs_allowed(config: PPOConfig) -> Iterator[Problem]:
 def stop_strings_not_empty(config: PPOConfig) -> Iterator[Problem]:
     for place in (ROLLOUT, f"{ROLLOUT}.val_kwargs"):
         stop = get_path(config, place).stop
+        # an empty text ends every response before its first token
         if "" in ([stop] if isinstance(stop, str) else stop or []):
             yield problem(config, f"{place}.stop", "holds an empty text, which would end every response. Leave it out.")
 
@@ -116,6 +119,7 @@ def max_model_len_holds_prompt_and_response(config: PPOConfig) -> Iterator[Probl
 @validator("error")
 def chunked_prefill_vs_max_batched_tokens(config: PPOConfig) -> Iterator[Problem]:
     rollout = config.actor_rollout_ref.rollout
+    # the engine plans for max_model_len, also where prompt and response are shorter
     longest = rollout.max_model_len or rollout.longest_sequence
     if rollout.traits.has_pipeline and not rollout.enable_chunked_prefill and rollout.max_num_batched_tokens < longest:
         text = (
@@ -156,6 +160,7 @@ def partial_rollout_sampling_kwargs(config: PPOConfig) -> Iterator[Problem]:
 @validator("error")
 def weight_sync_freq_requirements(config: PPOConfig) -> Iterator[Problem]:
     key, shared = "trainer.weight_sync_freq", config.actor_rollout_ref
+    # every step is what all engines and modes do
     if config.trainer.weight_sync_freq == 1:
         return
     if not shared.hybrid_engine:
@@ -199,6 +204,7 @@ def engine_kwargs_of_other_engine(config: PPOConfig, is_given: IsGiven) -> Itera
         return
     for engine, arguments in rollout.engine_kwargs.items():
         given = [f"{key}.{engine}.{name}={show(value)}" for name, value in (arguments or {}).items() if value]
+        # the defaults of verl's YAML name both engines: only what the user set is remarked
         if engine != rollout.name and given and is_given(f"{key}.{engine}"):
             verb = "has" if len(given) == 1 else "have"
             text = f"{', '.join(given)} {verb} no effect: {ROLLOUT}.name={rollout.name} reads {key}.{rollout.name}"
@@ -279,6 +285,7 @@ def sampling_differs_from_trained_policy(config: PPOConfig) -> Iterator[Problem]
         **{f"sampling_kwargs.{name}": name in RESHAPE for name, v in rollout.sampling_kwargs.items() if v is not None},
     }
     keys = [f"{ROLLOUT}.{name}" for name, holds in shapes.items() if holds]
+    # one sentence for all of them, for there is one remedy
     given = [f"{key}={show(get_path(config, key))}" for key in keys]
     if given:
         text = (
@@ -325,6 +332,7 @@ def partial_rollout_options_unused(config: PPOConfig, is_given: IsGiven) -> Iter
 def high_gpu_memory_utilization(config: PPOConfig) -> Iterator[Problem]:
     rollout, is_shared = config.actor_rollout_ref.rollout, config.actor_rollout_ref.hybrid_engine
     key = f"{ROLLOUT}.gpu_memory_utilization"
+    # on a CPU the share bounds the key-value cache only
     if config.trainer.device != "cuda":
         return
     if rollout.gpu_memory_utilization > 0.9 and is_shared:
