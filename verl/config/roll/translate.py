@@ -175,7 +175,8 @@ def translate(tree: Mapping[str, Any], referred: Iterable[str] = (), words: Iter
                 is_read = roll.has_critic
             else:
                 is_read = roll.has_reference or not outcome.key.startswith("actor_rollout_ref.ref.")
-            chosen |= {outcome.key: outcome.value} if is_read else {}
+            if is_read:
+                chosen[outcome.key] = outcome.value
         elif isinstance(outcome, Note):
             notes.append(outcome.text)
         elif isinstance(outcome, Idle):
