@@ -227,9 +227,9 @@ def split_batch(
     before = _tokens_before_response(ids.layout, responses.layout)[order]
 
     ragged, dense = {"input_ids": ids, "responses": responses}, {}
-    positions = _uneven_positions(data, ids)
-    if positions is not None:
-        ragged["position_ids"] = positions
+    uneven_positions = _uneven_positions(data, ids)
+    if uneven_positions is not None:
+        ragged["position_ids"] = uneven_positions
     for name in names:
         try:
             column = data.ragged(name)
@@ -256,7 +256,11 @@ def split_batch(
             owners = None if prompts is None else _prompt_owners([prompts.numbers[row] for row in rows])
             tokens = _pack(part, before[first:last], owners)
         else:
-            tokens = _pad(part, before[first:last])
+            input_ids = part["input_ids"].trim_padding()
+            # the responses' ranges in the whole rows, shifted by one to the predicting tokens
+            predicting = Layout(before[first:last] - 1, response.lengths, input_ids.shape[1])
+            positions = part["position_ids"].trim_padding() if "position_ids" in part else None
+            tokens = input_ids, positions, predicting.valid_positions, None
         images = {}
         if vision is not None:  # those of a shared prompt once, with the row that runs it
             runs = [row for index, row in enumerate(rows) if owners is None or owners[index] == index]
@@ -277,15 +281,6 @@ def split_batch(
 
 _Tokens = tuple[Tensor, Tensor | None, Tensor, Packing | None]
 """Input ids, position ids, valid positions and packing of a ``MicroBatch``."""
-
-
-def _pad(part: Mapping[str, Ragged], before: Tensor) -> _Tokens:
-    """Lay rows out right padded."""
-    input_ids = part["input_ids"].trim_padding()
-    # the responses' ranges in the whole rows, shifted by one to the predicting tokens
-    predicting = Layout(before - 1, part["responses"].layout.lengths, input_ids.shape[1])
-    positions = part["position_ids"].trim_padding() if "position_ids" in part else None
-    return input_ids, positions, predicting.valid_positions, None
 
 
 def _pack(part: Mapping[str, Ragged], before: Tensor, owners: Tensor | None) -> _Tokens:
