@@ -277,9 +277,8 @@ def response_weights(lengths: Tensor, difficulty: Tensor | None = None, by_lengt
         weights = weights * (0.5 + 1.5 * difficulty.float().clamp(0, 1))
     if by_length:
         own = lengths[is_response].float()
-        span = (own.max() - own.min()).clamp(
-            min=1
-        )  # equal lengths: the factor is 3/2 for all, and the mean takes it off
+        # of equal lengths the factor is 3/2 for all, and the mean takes it off
+        span = (own.max() - own.min()).clamp(min=1)
         weights = weights * (1.5 - (lengths.float() - own.min()) / span)
     return torch.where(is_response, weights / weights[is_response].mean(), 0)
 

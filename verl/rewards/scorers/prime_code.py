@@ -4,12 +4,11 @@ from typing import Any
 
 from verl.rewards.scorers.code import FIRST
 from verl.rewards.scorers.matching import code_block
+from verl.rewards.scorers.sandbox_fusion import CODES
 from verl.sandbox.code_runner import read_tests, run_tests
 from verl.sandbox.outcomes import Outcome
 
 __path__: list[str] = []  # of older releases' modules below this name: verl/compat.py
-
-_CODES = {Outcome.PASSED: True, Outcome.WRONG: False, Outcome.TIMEOUT: -3, Outcome.COMPILE: -4}
 
 
 def run_test(in_outs: Any, test: str | None = None, debug: bool = False, timeout: float = 15) -> tuple[list, dict]:
@@ -31,7 +30,7 @@ def run_test(in_outs: Any, test: str | None = None, debug: bool = False, timeout
     if debug:
         print(*results, sep="\n")
     failed = next((one for one in results if one.outcome is not Outcome.PASSED), None)
-    codes = [_CODES.get(one.outcome, -2) for one in results]
+    codes = [CODES.get(one.outcome, -2) for one in results]
     return codes, {} if failed is None else {"error": failed.detail, "error_message": failed.outcome.value}
 
 
