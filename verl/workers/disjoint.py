@@ -48,6 +48,7 @@ class WeightSourceRole(LinkEndRole):
         """Serve the store by which the ends of the link meet; rank 0 returns its address and port."""
         if get_rank() != 0:
             return None
+        # loopback where it reaches: the store has no authentication
         address = "127.0.0.1" if on_one_node else os.environ["MASTER_ADDR"]
         self.link_store = open_store(address, self.timeout_s)
         return address, self.link_store.port
@@ -68,6 +69,7 @@ class WeightSourceRole(LinkEndRole):
     def send_weights(self, dtype: str) -> dict[str, float] | None:
         """Broadcast the newest weights as ``dtype``; rank 0 returns their ``version``, ``num_bytes``, ``seconds``."""
         bucket_bytes = self.config.rollout.update_weights_bucket_megabytes << 20
+        # all ranks take part in gathering each tensor; only rank 0 has a link to send it over
         with self.actor.on_device():
             weights = self.actor.weights(getattr(torch, dtype))
             if self.link is not None:

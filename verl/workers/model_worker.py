@@ -71,6 +71,7 @@ class ImageInputs:
         for row in rows:
             if row and id(row) not in made:  # the responses to one prompt share their images
                 made[id(row)] = media_inputs(self._processor, row)
+        # a copy: the driver's batch, in the same process with the local controller, must not grow
         data = data.select()
         data.non_tensor_batch[MADE] = np.fromiter((made.get(id(row), {}) for row in rows), object, len(rows))
         return data
@@ -152,6 +153,7 @@ class EngineWorker(Worker):
 
     def start_process(self) -> None:
         """Seed this process and join the group of all ranks; the first role of a process does it for all of them."""
+        # first: a module of the user's may register the model, the loss or the engine that is built next
         import_users_modules()
         random.seed(self.seed)
         np.random.seed(self.seed % 2**32)
@@ -167,6 +169,7 @@ class EngineWorker(Worker):
         train: bool,
     ) -> Engine:
         """Build the engine of one role and report its place on ``mesh`` to the dispatcher."""
+        # without a positive number of its own the schedule is as long as the run
         steps = section.optim.total_training_steps if train else 0
         engine = build_engine(
             section.strategy,
@@ -179,7 +182,8 @@ class EngineWorker(Worker):
             device=self.device,
             seed=self.seed,
             sp_size=section.ulysses_sequence_parallel_size,
-            backend_config=getattr(section, section.strategy, None),  # a section is named after its backend
+            # a role's section has a subsection named after its backend, such as `deepspeed`
+            backend_config=getattr(section, section.strategy, None),
         )
         self.report_mesh(mesh, engine)
         if train and engine.has_adapter and engine.topology.rank == 0:
@@ -251,6 +255,7 @@ def model_spec(
         freeze_vision_tower=freeze_vision_tower,
         remove_padding=remove_padding,
     )
+    # a reward model is not trained, and its section lacks the options of training
     if isinstance(model, RewardModelModelConfig):  # it is not trained
         return spec
     spec = replace(

@@ -48,6 +48,7 @@ class ChatRetokenizer:
         A response is the text that a reward function sees, special tokens left out; a prompt that is a plain text is a
         user's message.
         """
+        # the judge must not see the policy's end-of-sequence token as text
         answers = self.policy.batch_decode([row.tolist() for row in responses], skip_special_tokens=True)
         chats = [[{"role": "user", "content": p}] if isinstance(p, str) else list(p) for p in prompts]
         texts = []
@@ -129,6 +130,7 @@ def max_input_tokens(max_length: int | None, model_config: Any) -> int | None:
 def last_token_batch(rows: Sequence[Tensor]) -> DataProto:
     """A batch of whole texts whose responses are the last token of each: where a score is read."""
     width = max(len(row) for row in rows)
+    # padded on the left, so that the last token of every text is in the last column
     whole = Ragged.from_rows(list(rows), width, side="left")
     return DataProto.from_ragged(
         {
@@ -144,5 +146,6 @@ def scores_at_last_token(scores: Tensor, responses: Ragged) -> Ragged:
     layout = responses.layout
     has_tokens = layout.lengths > 0
     column = torch.zeros(layout.total)
+    # empty responses keep zero scores: they have no last token
     column[layout.offsets[1:][has_tokens] - 1] = scores[has_tokens].float()
     return responses.like(column)

@@ -60,6 +60,7 @@ class TrainedRole(EngineWorker):
                     f"update, or make ppo_mini_batch_size x rollout.n a multiple of {ranks}."
                 )
             seed = derive_seed(self.seed, "shuffle", int(data.meta_info.get("global_steps", 0)))
+            # every rank shuffles with the same seed, so that their steps hold rows of the same positions
             steps = default._replace(rows=default.rows // ranks, seed=seed).steps(len(data))
         for rows in steps:
             yield data.select_idxs(rows)
@@ -111,6 +112,7 @@ class ReferenceRole(HybridWorker):
             use_torch_compile=config.ref.use_torch_compile,
             remove_padding=config.actor.use_remove_padding,
         )
+        # the reference never has an adapter of its own
         self.reference = self.model_engine(
             replace(spec, lora=None),
             config.ref,
@@ -146,6 +148,7 @@ class ReferenceRole(HybridWorker):
                 "actor.kl_loss_type=full: the reference is not in the actor's processes, and its distributions do not "
                 "travel. Map Role.RefPolicy to the actor's resource pool, or use low_var_kl."
             )
+        # both models are on the device at once: the update reads the reference's hidden states
         with engine.on_device():
             yield Reference.of(engine, self.actor)
 
@@ -222,6 +225,7 @@ class PolicyRole(ReferenceRole, TrainedRole):
                 )
                 metrics.add(step, prefix="actor")
             metrics.add({"actor/lr": self.actor.learning_rate()})
+            # one step of the schedule a batch, not a mini-batch: total_training_steps counts batches
             self.actor.step_schedule()
         metrics.add(self.ledger.metrics())
         scored.meta_info["metrics"] = metrics.lists()
@@ -284,6 +288,7 @@ class ActorRolloutRefWorker(PolicyRole, RolloutRole, ReferenceRole):
                 self.init_policy()
             if "rollout" in self.role:
                 self.init_rollout()
+            # needs no second copy of the weights, so it is asked before the reference is loaded
             if "actor" in self.role and self.base_model_is_reference:
                 self.use_base_model_as_reference()
             elif "ref" in self.role:

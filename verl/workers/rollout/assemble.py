@@ -52,6 +52,7 @@ def assemble(
     prompt = _packed_prompts(prompts, prompt_length, pad_token_id)
     response = Ragged.from_rows([c.token_ids for c in completions], response_length, "right", pad_token_id, torch.int64)
     lengths = torch.stack([prompt.layout.lengths, response.layout.lengths], 1)
+    # prompt and response of a row alternate in the packed order: filled by two masks, without a loop over rows
     is_response = torch.tensor([False, True]).repeat(len(lengths)).repeat_interleave(lengths.flatten())
     tokens = torch.empty(len(is_response), dtype=torch.int64)
     tokens[is_response] = response.values
@@ -66,6 +67,7 @@ def assemble(
         "position_ids": Ragged(positions, whole, "position"),
         "response_mask": response.like(torch.ones_like(response.values)),
     }
+    # all requests of a batch have one sampling, so the first speaks for all
     if completions and completions[0].log_probs is not None:
         log_probs = [log_prob for completion in completions for log_prob in completion.log_probs]
         columns["rollout_log_probs"] = response.like(torch.tensor(log_probs, dtype=torch.float32))
@@ -114,6 +116,7 @@ def sampling_params(
     def value_of(name: str) -> Any:
         return getattr(config, name) if getattr(source, name) is None else getattr(source, name)
 
+    # FIRE explores: validation measures the plain policy
     stop, hot = value_of("stop"), config.use_fire_sampling and not validate
     extra = {**config.sampling_kwargs, **source.sampling_kwargs}
     return SamplingParams(

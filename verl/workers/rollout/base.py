@@ -198,6 +198,7 @@ class RolloutEngine(ABC):
             StaleWeightsError: the weights held are asleep, unconfirmed or of another version.
             RequestsRunningError: submitted requests have not ended.
         """
+        # before the empty case, so that a wrong version is found even where there is nothing to generate
         self.check_version(expect_version)
         self.check_nothing_runs("generate()")
         if not requests:
@@ -364,6 +365,7 @@ class ModelRollout(RolloutEngine):
         tokenizer_path: str | None = None,
         lora: LoRASpec | None = None,
     ):
+        # imported here: clients and servers need requests, not the model library
         from verl.models.loader import ModelSpec, load_config
 
         super().__init__()
@@ -414,6 +416,7 @@ def longest_sequence(config: RolloutConfig, model_config: Any) -> int:
     """
     context = getattr(model_config.get_text_config(decoder=True), "max_position_embeddings", None)
     named = config.max_model_len
+    # vLLM and SGLang reserve memory by this, so it is not the context of the model
     longest = named or config.prompt_length + config.response_length
     if context is not None and longest > context:
         key = "rollout.max_model_len" if named else "data.max_prompt_length + data.max_response_length"
@@ -426,6 +429,7 @@ def longest_sequence(config: RolloutConfig, model_config: Any) -> int:
 
 def longest_response(request: Request, max_model_len: int) -> int:
     """Tokens a response may have: its ``max_tokens``, or what the prompt leaves of ``max_model_len``."""
+    # a partial response that continues has its tokens in the prompt already
     return min(request.sampling.max_tokens, max_model_len - len(request.prompt_ids))
 
 
@@ -451,6 +455,7 @@ def check_prompt(length: int, max_model_len: int) -> None:
 def stop_tokens(folder: str, model_config: Any) -> set[int]:
     """End-of-sequence tokens of the folder's generation config, or of its model config."""
     try:
+        # chat models often name more end tokens there than in their config
         found = GenerationConfig.from_pretrained(folder).eos_token_id
     except OSError:
         found = None

@@ -34,6 +34,7 @@ class HostMemory:
     """
 
     def __init__(self, tensors: Iterable[Tensor]):
+        # by storage: views and tied weights share one, which may be resized once only
         found = {tensor.untyped_storage()._cdata: tensor.untyped_storage() for tensor in tensors if tensor.numel()}
         self._storages = [(storage, storage.nbytes()) for storage in found.values()]
 
@@ -89,6 +90,7 @@ def host_cache_bytes(config: RolloutConfig, model_config: Any, dtype: torch.dtyp
     """
     per_token = cached_bytes_per_token(model_config, dtype)
     sequence = (math.ceil(max_model_len / _BLOCK) + 1) * _BLOCK * per_token
+    # never less than two sequences: the engine refuses to start without room for one
     size = min(config.max_num_seqs * sequence, cache_share(config.gpu_memory_utilization), _HOST_CACHE)
     return max(size, 2 * sequence)
 

@@ -147,6 +147,7 @@ class EngineMonitor:
     def gauge(self, **values: float) -> None:
         """Note levels after a step, such as ``running``; their mean and maximum become metrics."""
         for name, value in values.items():
+            # number, sum and maximum of the values
             mean_max = self._gauges.setdefault(name, [0.0, 0.0, 0.0])
             mean_max[0] += 1
             mean_max[1] += value
@@ -178,6 +179,7 @@ class EngineMonitor:
         gauges, self._gauges = self._gauges, {}
         seconds = new.pop("seconds")
         metrics = dict(new)
+        # of the time in which requests ran, not of the whole step
         if seconds > 0:
             metrics["generated_tokens_per_s"] = new["generated_tokens"] / seconds
             metrics["prompt_tokens_per_s"] = new["prompt_tokens"] / seconds

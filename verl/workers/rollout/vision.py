@@ -102,6 +102,7 @@ class ImageReader:
         media = check_media(request, self.config, self.limit, self.kinds)
         key = (request.prompt_ids, *(id(one) for items in media.values() for one in items))
         if key not in self._recent:
+            # dicts keep the order of insertion: the oldest prompt goes first
             while len(self._recent) >= _RECENT:
                 del self._recent[next(iter(self._recent))]
             self._recent[key] = self._process(request.prompt_ids, media), media
@@ -141,6 +142,7 @@ def ban_modality_tokens(request: Request, never_generated: Sequence[int]) -> Req
     """The same request, with ``never_generated`` among the tokens its sampling bans."""
     if not never_generated:
         return request
+    # without repeats: the bans of a request that is continued hold these already
     banned = tuple(dict.fromkeys((*request.sampling.banned_token_ids, *never_generated)))
     return replace(request, sampling=replace(request.sampling, banned_token_ids=banned))
 
@@ -197,6 +199,7 @@ def check_media(
         )
     for kind in VISION_INPUTS:
         token, held = image_token(config, kind), len(given.get(kind, ()))
+        # one placeholder for each image; `ImageReader` repeats it for every feature
         if token is not None and (count := request.prompt_ids.count(token)) != held:
             raise ValueError(
                 f"a prompt has {count} placeholder tokens and {held} {kind}s. Its prompt_ids must hold one token "
@@ -213,6 +216,7 @@ def batch_vision_inputs(prompts: Sequence[Prompt], width: int) -> tuple[dict[str
     inputs = collate_vision_inputs([prompt.media.inputs if prompt.media else None for prompt in prompts])
     if not any(prompt.media is not None and prompt.media.positions is not None for prompt in prompts):
         return inputs, None
+    # temporal, height and width positions of multimodal rotary embeddings
     positions = torch.zeros(3, len(prompts), width, dtype=torch.int64)
     for row, (ids, media) in enumerate(prompts):
         positions[:, row, width - len(ids) :] = torch.arange(len(ids)) if media is None else media.positions

@@ -115,7 +115,7 @@ class RolloutClient:
 
         Raises:
             ValueError: the server cannot serve this request; says why.
-            RolloutServerError: the server is gone or its engine failed.
+            RolloutServerError: the server has ended or its engine failed.
         """
         request_id, submitted = request_id or uuid.uuid4().hex, time.monotonic()
         server = await self._acquire_server(request_id, session, priority)

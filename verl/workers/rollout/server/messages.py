@@ -22,6 +22,7 @@ REQUEST_FIELDS = ("prompt_ids", "sampling", "seed", "media", "request_id", "prio
 
 def request_to_json(request: Request, request_id: str, priority: int = 0) -> dict[str, Any]:
     """The body of ``POST /generate``; sampling fields at their default are left out."""
+    # defaults are left out: they would be most of a body
     given, default = vars(request.sampling), vars(SamplingParams(max_tokens=1))
     sampling = {name: value for name, value in given.items() if name == "max_tokens" or value != default[name]}
     if "extra" in sampling:
@@ -89,6 +90,7 @@ def completion_from_json(body: Mapping[str, Any]) -> Completion:
 
 def token_ids(value: Any, name: str) -> list[int]:
     """``value`` if it is a list of at least one token id."""
+    # `type(token) is int` below: JSON's true is an int to isinstance
     is_ids = isinstance(value, Sequence) and not isinstance(value, str)
     if not is_ids or not value or not all(type(token) is int and token >= 0 for token in value):
         raise ValueError(f"{name} must be a list of token ids, at least one.")

@@ -141,6 +141,7 @@ def _prompts(prompt: Any, tokenizer: Any) -> list[list[int]]:
         prompt = [prompt]
     if not isinstance(prompt, Sequence) or not prompt:
         raise ValueError("prompt must be a text, a list of token ids, or a list of texts or of lists of token ids.")
+    # one prompt of token ids, not several prompts
     if isinstance(prompt[0], int):
         prompt = [prompt]
     found = [tokenizer.encode(one) if isinstance(one, str) else token_ids(one, "prompt") for one in prompt]
@@ -250,6 +251,7 @@ class OpenAIRoutes:
         """One for each choice: from the request's seed, or new ones."""
         if parsed.seed is not None:
             return [parsed.seed if k == 0 else derive_seed(parsed.seed, "choice", k) for k in range(count)]
+        # no two requests without a seed may share their random numbers
         self._num_unseeded += count
         first = self._num_unseeded
         return [derive_seed(self.server.seed, "unseeded", first + k) for k in range(count)]

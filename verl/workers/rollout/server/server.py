@@ -251,6 +251,7 @@ class RolloutServer:
             self._open.pop(number, None)
             if request_id is not None:
                 self._ids.pop(request_id, None)
+            # the client has hung up, or the task was cancelled
             if not ended:
                 self.loop.abort([number])
 
@@ -318,6 +319,7 @@ def _rest(request: Request, done: Completion) -> Request:
     sampling = replace(request.sampling, max_tokens=request.sampling.max_tokens - len(done.token_ids))
     if not done.token_ids:
         return request
+    # another stream: the tokens so far have used the beginning of the request's own
     seed = derive_seed(request.seed, "continued", len(done.token_ids))
     return replace(request, prompt_ids=(*request.prompt_ids, *done.token_ids), sampling=sampling, seed=seed)
 

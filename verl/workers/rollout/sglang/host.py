@@ -1,7 +1,7 @@
 """The main process of an SGLang engine: ``python -m verl.workers.rollout.sglang.host FD``, started by `EngineProcess`.
 
-Serves the worker's commands over one socket while requests run. Ends, with every process below it, when the worker is
-gone, however that came about.
+Serves the worker's commands over one socket while requests run. Ends, with every process below it, when the worker
+has ended, in whatever way.
 """
 
 from __future__ import annotations

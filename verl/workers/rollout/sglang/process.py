@@ -39,7 +39,7 @@ _GRACE_S = 5.0  # seconds a dying process tree has to end
 
 
 class EngineDiedError(RuntimeError):
-    """The rollout engine's process is gone; the message has the end of its output and the requests it held."""
+    """The rollout engine's process has ended; the message has the end of its output and the requests it held."""
 
 
 class EngineProcess:

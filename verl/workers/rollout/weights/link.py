@@ -30,7 +30,7 @@ _ALIGN_BYTES = 64  # tensors of a bucket begin at multiples of it, as fast copie
 
 
 class WeightLinkError(WeightSyncError):
-    """The other end of the link is gone, stands still or gave up: this end is not the cause."""
+    """The other end of the link has ended, stands still or gave up: this end is not the cause."""
 
 
 class TransferStats(NamedTuple):
@@ -87,7 +87,7 @@ class WeightLink:
             dtype: floating tensors are cast to it: the type the receivers hold them in.
 
         Raises:
-            WeightLinkError: a receiver is gone or does not take the next bucket within the link's timeout.
+            WeightLinkError: a receiver has ended or does not take the next bucket within the link's timeout.
         """
         self._check_usable()
         start, self.num_bytes = time.perf_counter(), 0
@@ -115,7 +115,7 @@ class WeightLink:
 
         Raises:
             WeightSyncError: names the tensors that are missing, unknown, misshapen or differ.
-            WeightLinkError: the sender is gone, stands still or gave up.
+            WeightLinkError: the sender has ended, stands still or gave up.
         """
         self._check_usable()
         rollout.invalidate()

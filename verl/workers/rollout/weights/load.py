@@ -74,6 +74,7 @@ class LoadWatcher(TorchDispatchMode):
         return sum(region.numel for region in self._written.get(name, ()))
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        # the copy first: what is noted is what memory then holds
         result = func(*args, **(kwargs or {}))
         if func is aten.copy_.default:
             self._note(args[0], args[1])
@@ -174,6 +175,7 @@ class WeightLoad:
 
     def load(self, bucket: Bucket) -> None:
         """Hand a bucket to the model's loader; note what was sent for whatever is not held whole."""
+        # contiguous: a loader that reshapes would copy, and the watcher lose the source
         bucket = [(name, tensor.to(self.device).contiguous()) for name, tensor in bucket]
         names = [name for name, _ in bucket]
         if twice := [name for i, name in enumerate(names) if name in self._sent or name in names[:i]]:
@@ -220,6 +222,7 @@ class WeightLoad:
 
     def find_problem(self, regions: list[dict[str, list]]) -> str | None:
         """The problem with the shards, given the regions that every rank of the replica holds."""
+        # over all ranks of the replica: a shard alone never covers a tensor
         lost = [
             name
             for name, sent in self._sent.items()
@@ -255,5 +258,6 @@ def _computes_with_a_copy(layer: nn.Module) -> bool:
     compute, weight = getattr(layer, "cpu_linear", None), getattr(layer, "weight", None)
     if compute is None or not torch.is_tensor(weight) or weight.ndim != 2 or not weight.is_floating_point():
         return False
+    # in place of a comparison: a kernel with a packed copy gives the old product
     weight.zero_()
     return bool(compute(torch.ones_like(weight[:1]), weight, None).count_nonzero())

@@ -87,6 +87,7 @@ def _send_checked(
     dtype: torch.dtype | None,
 ) -> Receipt:
     """Send buckets through ``update`` and compare what was sent with the rollout's receipt."""
+    # cast before the checksum: the rollout sums what it holds, in its own type
     dtype = dtype or rollout.weights_dtype
     sent: dict[str, int] = {}
     rollout.invalidate()
