@@ -7,7 +7,7 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from verl.config import model_info  # as a module: it imports this package, and may be imported first
+import verl.config.model_info as model_info  # whole: it imports this package, and may be imported first
 from verl.config.base import Problem, get_path
 from verl.config.checks.base import IsGiven, contradictions, given_below, problem, trained_roles, unused, validator
 from verl.config.checks.support import unsupported_but_off
