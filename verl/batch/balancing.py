@@ -336,8 +336,12 @@ def plan_micro_batches(
     groups: list[list[int]] = []
     start = 0
     while start < len(order):
-        longest = lengths[order[start]]
-        rows = _rows_that_fit(longest, len(order) - start, split)
+        longest, left = lengths[order[start]], len(order) - start
+        if split.max_tokens is None:
+            rows = split.size or left
+        else:
+            check_row_fits(longest, split)
+            rows = min(left, split.max_tokens // max(longest, 1))
         if best_tokens is not None:
             rows = max(1, min(rows, best_tokens // max(longest, 1)))
         groups.append(order[start : start + rows])
@@ -350,13 +354,6 @@ def plan_micro_batches(
         half = ceildiv(len(group), 2)
         groups[widest : widest + 1] = [group[:half], group[half:]]
     return groups
-
-
-def _rows_that_fit(longest: int, left: int, split: MicroBatching) -> int:
-    if split.max_tokens is None:
-        return split.size or left
-    check_row_fits(longest, split)
-    return min(left, split.max_tokens // max(longest, 1))
 
 
 def rearrange_micro_batches(

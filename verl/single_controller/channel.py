@@ -207,7 +207,7 @@ class Channel:
         """Send a small ``head`` and a ``content`` of any size, an object or a `PackedMessage`.
 
         Raises:
-            OSError: the other end is gone.
+            OSError: the other end is closed.
             pickle.PicklingError, TypeError, AttributeError: the content cannot be pickled; nothing was sent.
         """
         packed = content if isinstance(content, PackedMessage) else self._endpoint.memory_pool.pack(content)
@@ -224,7 +224,7 @@ class Channel:
         """Wait for a message and return its head, and a function that unpickles its content, to be called once.
 
         Raises:
-            EOFError: the other end is gone.
+            EOFError: the other end is closed.
         """
         try:
             prefix, fds, _, _ = socket.recv_fds(self._socket, _LENGTH.size, 1, socket.MSG_WAITALL)
@@ -232,7 +232,7 @@ class Channel:
         except ConnectionError:
             message = b""
         if not message:
-            raise EOFError("the other end of the channel is gone")
+            raise EOFError("the other end of the channel is closed")
         head, wire_message = pickle.loads(message)
         return head, self._endpoint.open(WireMessage(*wire_message), fds[0] if fds else None)
 

@@ -97,7 +97,8 @@ class WorkerDied(WorkerGroupError):
         if self.signal == signals.SIGKILL:
             return "killed by SIGKILL (9); if nobody sent it, it was likely out of memory (see `dmesg`)"
         if self.signal is not None:
-            return f"killed by {_signal_name(self.signal)} ({self.signal})"
+            names = {number.value: number.name for number in signals.Signals}
+            return f"killed by {names.get(self.signal, 'an unnamed signal')} ({self.signal})"
         if self.exit_code == STALLED:
             return f"ended by its own watchdog (exit code {STALLED}): it made no progress"
         if self.exit_code is not None:
@@ -136,13 +137,6 @@ class WorkerTimeout(WorkerGroupError, TimeoutError):
 
 class WorkerGroupStopped(WorkerGroupError):
     """A call to a group whose processes have ended: stopped on purpose, or after the failure that is the cause."""
-
-
-def _signal_name(number: int) -> str:
-    try:
-        return signals.Signals(number).name
-    except ValueError:
-        return "an unnamed signal"
 
 
 # -- Reports on a worker that died or does not answer: its activity, its memory, the kernel's out-of-memory count ----

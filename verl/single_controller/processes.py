@@ -1,7 +1,7 @@
 """Child processes of the driver: started by fork, watched, reaped with their exit status.
 
 Linux gives every guarantee: a child dies with the driver however that ends, and its death is seen at once. Elsewhere a
-child notices the end of the driver when it next reads from it, and its death is seen when its connection closes.
+child sees the end of the driver when it next reads from it, and its death is seen when its connection closes.
 """
 
 import ctypes
@@ -116,17 +116,6 @@ def outcome_by_pidfd(pidfd: int) -> tuple[int | None, int | None]:
     return split_status(status) if mask & _PIDFD_INFO_EXIT else (None, None)
 
 
-def _clear_dtensor_cache() -> None:
-    """Clear this thread's cache of DTensor operations.
-
-    It can hold the last reference to a process group. A forked child frees the caches of all threads but its own, and a
-    group cannot be destroyed there: it waits for threads that only the parent has.
-    """
-    clear = getattr(sys.modules.get("torch._C"), "_clear_DTensor_sharding_propagator_cache", None)
-    if clear is not None:
-        clear()
-
-
 class _Forker:
     """The one thread that forks.
 
@@ -137,20 +126,25 @@ class _Forker:
 
     def __init__(self):
         self.driver = os.getpid()
-        self._wanted: queue.SimpleQueue = queue.SimpleQueue()
+        self._requests: queue.SimpleQueue = queue.SimpleQueue()
         threading.Thread(target=self._serve, name="verl-forker", daemon=True).start()
 
     def fork(self, target: Callable[[], None]) -> int:
         for stream in (sys.stdout, sys.stderr):
             stream.flush()  # or the child would print it again
-        _clear_dtensor_cache()
+        # This thread's cache of DTensor operations can hold the last reference to a process group. A forked child frees
+        # the caches of all threads but its own, and a group cannot be destroyed there: it waits for threads that only
+        # the parent has.
+        clear = getattr(sys.modules.get("torch._C"), "_clear_DTensor_sharding_propagator_cache", None)
+        if clear is not None:
+            clear()
         pid: Future[int] = Future()
-        self._wanted.put((target, pid))
+        self._requests.put((target, pid))
         return pid.result()
 
     def _serve(self) -> None:
         while True:
-            target, answer = self._wanted.get()
+            target, answer = self._requests.get()
             try:
                 with warnings.catch_warnings():
                     warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12: fork in a process with threads

@@ -154,7 +154,7 @@ def bytes_by_place(tensors: Iterable[Any], device: str) -> int:
     """Bytes of the distinct storages of ``tensors`` on ``device``, of sharded ones this rank's part."""
     found: dict[int, int] = {}
     for tensor in tensors:
-        # of FSDP2's weights, of DeepSpeed's at stage 3, of others
+        # shards: of FSDP2's weights, of DeepSpeed's at stage 3; others are whole
         local = getattr(tensor, "_local_tensor", getattr(tensor, "ds_tensor", tensor))
         if hasattr(local, "untyped_storage") and local.device.type == device:
             storage = local.untyped_storage()

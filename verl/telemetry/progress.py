@@ -19,7 +19,7 @@ from typing import Any, TextIO
 
 from verl.telemetry.run_record import log_only, print_through, terminal
 
-# label, the metrics that can stand for it (the first one present), format
+# label, the metrics that it may show (the first one present), format
 NUMBERS: tuple[tuple[str, tuple[str, ...], str], ...] = (
     ("reward", ("critic/score/mean", "critic/rewards/mean"), "{:.3f}"),
     ("length", ("response_length/mean",), "{:.1f}"),

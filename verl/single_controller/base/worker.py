@@ -165,20 +165,22 @@ class WorkerHost:
     def _guarded(self, role: str, method: str, function: Callable, args, kwargs) -> Any:
         try:
             output = function(*args, **kwargs)
-            return self._finish(output) if inspect.isawaitable(output) else output
+            if not inspect.isawaitable(output):
+                return output
+            # one event loop for all async methods, so that what they share stays usable
+            self._loop = self._loop or asyncio.new_event_loop()
+            return self._loop.run_until_complete(output)
         except KeyboardInterrupt:
             raise
         except BaseException as error:  # also SystemExit and torch's CheckpointException: the driver must hear of it
-            lines = traceback.format_exception(type(error), error, _beyond_this_file(error.__traceback__))
+            inner = error.__traceback__  # from the first frame that is the worker's own
+            while inner is not None and inner.tb_frame.f_code.co_filename == __file__:
+                inner = inner.tb_next
+            lines = traceback.format_exception(type(error), error, inner or error.__traceback__)
             cause = "".join(traceback.format_exception_only(type(error), error)).strip().splitlines()
             explained = explanation(error)
             doing = describe(flight_recorder().notes)
             raise WorkerError(role, *self._place, method, cause[0], "".join(lines), explained, doing) from error
-
-    def _finish(self, coroutine) -> Any:
-        """Wait for an async method. One event loop for all of them, so that what they share stays usable."""
-        self._loop = self._loop or asyncio.new_event_loop()
-        return self._loop.run_until_complete(coroutine)
 
 
 def free_port() -> int:
@@ -186,11 +188,3 @@ def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("", 0))
         return probe.getsockname()[1]
-
-
-def _beyond_this_file(tb):
-    """The traceback from the first frame that is the worker's own."""
-    inner = tb
-    while inner is not None and inner.tb_frame.f_code.co_filename == __file__:
-        inner = inner.tb_next
-    return inner or tb

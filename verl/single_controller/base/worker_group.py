@@ -1,7 +1,7 @@
 """WorkerGroup: n processes of one role that look like one object, and what they are started from.
 
 The group owns the meaning of a call: which arguments go where, what is padded, how outputs are joined, what an error
-ends. A `Hosts` subclass owns the transport: it starts processes, carries one call to one rank, and notices a death.
+ends. A `Hosts` subclass owns the transport: it starts processes, carries one call to one rank, and detects a death.
 """
 
 from __future__ import annotations

@@ -159,7 +159,7 @@ def agg_loss(
 ) -> Tensor:
     """A loss per token as a scalar (see `verl.algorithms.aggregate.agg_loss`), in the order of verl's arguments.
 
-    A part of a batch is told the whole's divisor, ``batch_num_tokens`` with token-mean and ``global_batch_size`` with
+    For a part of a batch, give the whole's divisor, ``batch_num_tokens`` with token-mean and ``global_batch_size`` with
     the other means; times ``dp_size``, over whose ranks gradients are averaged, the parts add up to the whole. A sum
     (``token-sum``, and ``seq-mean-token-sum-norm`` without ``global_batch_size``) needs no divisor, only ``dp_size``.
     Losses registered here need none of the three: the engine weighs micro-batches itself.
@@ -189,9 +189,9 @@ def kl_penalty_forward(logprob: Tensor, ref_logprob: Tensor, kl_penalty: str) ->
 
 
 def compute_pf_ppo_reweight_data(data: Any, reweight_method: str = "pow", weight_pow: float = 2.0) -> Any:
-    """As many rows of ``data``, a DataProto with ``token_level_scores`` (B, R), drawn with replacement by their scores.
+    """As many rows of ``data``, which has ``token_level_scores`` (B, R), sampled with replacement by their scores.
 
-    Draws from torch's global generator; the trainer draws from the seed of the run and the step (``use_pf_ppo``).
+    Samples with torch's global generator; the trainer with the seed of the run and the step (``use_pf_ppo``).
     Probabilities: `verl.algorithms.resample.resample_probabilities`.
     """
     scores = data.batch["token_level_scores"].sum(-1).cpu()

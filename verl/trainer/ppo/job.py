@@ -323,7 +323,7 @@ def run_task(task_runner_class: Any, config: Any) -> None:
         controller.stop()
 
 
-def check_device(trainer: TrainerConfig, rollout_beside: int = 0) -> None:
+def check_device(trainer: TrainerConfig, rollout_devices: int = 0) -> None:
     """Refuse devices this machine does not have, before anything is loaded; a disjoint rollout needs its own."""
     from verl.utils.device import count_cuda_devices, cuda_problem
 
@@ -337,9 +337,9 @@ def check_device(trainer: TrainerConfig, rollout_beside: int = 0) -> None:
                 f"trainer.n_gpus_per_node={trainer.n_gpus_per_node}, but this machine has {devices} CUDA devices. "
                 "Lower it to that number."
             )
-        if trainer.n_gpus_per_node + rollout_beside > devices:
+        if trainer.n_gpus_per_node + rollout_devices > devices:
             raise ValueError(
-                f"trainer.n_gpus_per_node={trainer.n_gpus_per_node} and the rollout's {rollout_beside} "
+                f"trainer.n_gpus_per_node={trainer.n_gpus_per_node} and the rollout's {rollout_devices} "
                 f"(actor_rollout_ref.rollout.nnodes x n_gpus_per_node) are more than the {devices} CUDA devices of "
                 "this machine. Lower one of them, or share devices with actor_rollout_ref.hybrid_engine=true."
             )

@@ -276,21 +276,18 @@ def _metrics_of_group(values: np.ndarray, votes: Mapping[int, np.ndarray], seed:
             "best": partial(_bootstrap_extreme, values, k, np.max, seed),
             "worst": partial(_bootstrap_extreme, values, k, np.min, seed),
         }
-        if k in votes:
-            reductions["maj"] = partial(_weighted, values, votes[k])
         for name, reduction in reductions.items():
             metrics[f"{name}@{k}/mean"], metrics[f"{name}@{k}/std"] = reduction()
+        if k in votes:  # shares of a row sum to 1
+            mean = (values * votes[k]).sum(axis=1)
+            metrics[f"maj@{k}/mean"] = mean
+            metrics[f"maj@{k}/std"] = np.sqrt(((values - mean[:, None]) ** 2 * votes[k]).sum(axis=1))
     return metrics
 
 
 def _subset_sizes(n: int) -> list[int]:
     """2, 4, 8, ... below n, and n."""
-    sizes = []
-    k = 2
-    while k < n:
-        sizes.append(k)
-        k *= 2
-    return [*sizes, n]
+    return [2**i for i in range(1, (n - 1).bit_length())] + [n]
 
 
 @lru_cache(maxsize=32)
@@ -366,12 +363,6 @@ def _winners_by_counting(votes: np.ndarray, resamples: np.ndarray) -> np.ndarray
     for j in range(resamples.shape[1]):
         counts += sampled == sampled[..., j : j + 1]
     return resamples[np.arange(len(resamples))[None, :], counts.argmax(axis=2)]
-
-
-def _weighted(values: np.ndarray, weights: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Mean and std of each row, (Q,) each, under weights that sum to 1."""
-    mean = (values * weights).sum(axis=1)
-    return mean, np.sqrt(((values - mean[:, None]) ** 2 * weights).sum(axis=1))
 
 
 def _parts(array: np.ndarray, values_per_row: int) -> list[np.ndarray]:

@@ -80,7 +80,7 @@ def _are_roles(mapping: Any) -> bool:
 
 
 def need_ref_log_prob(config: PPOConfig) -> bool:
-    """The reference scores the sampled tokens, unless only the full KL is wanted, which the update computes itself."""
+    """The reference scores the sampled tokens, unless only the full KL is needed, which the update computes itself."""
     actor = config.actor_rollout_ref.actor
     in_loss = actor.use_kl_loss and actor.kl_loss_type != "full"
     return bool(config.algorithm.use_kl_in_reward or in_loss)
