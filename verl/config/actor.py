@@ -10,7 +10,7 @@ from verl.config.engine import DeepSpeedConfig, FSDPConfig, OptimConfig, Strateg
 from verl.config.trainer import CheckpointConfig
 
 LossAggMode = Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm", "token-sum"]
-"""How token losses become one number: mean over all tokens (DAPO, Yu et al. 2025, arXiv:2503.14476); mean over
+"""Aggregation of token losses into one number: mean over all tokens (DAPO, Yu et al. 2025, arXiv:2503.14476); mean over
 responses of their sums; mean over responses of their means (GRPO as published); sum over all divided by the response
 window, a constant (Dr. GRPO, Liu et al. 2025, arXiv:2503.20783); sum over all tokens of the mini-batch."""
 
@@ -20,7 +20,7 @@ _IN_CHUNKS = "entropy and log-probs are always computed in chunks and recomputed
 
 @dataclass
 class PolicyLossConfig(Config):
-    """Which policy loss, and the parameters of those that have their own."""
+    """The policy loss, and the parameters of those that have their own."""
 
     _target_: ClassVar[str] = "verl.workers.config.PolicyLossConfig"
 
@@ -112,7 +112,7 @@ class ActorConfig(Config):
     (arXiv:2503.14476)."""
 
     policy_loss: PolicyLossConfig = section(PolicyLossConfig)
-    """Which policy loss."""
+    """The policy loss."""
 
     clip_ratio_c: float | None = option(3.0, above=1)
     """Dual-clip bound: for negative advantages the loss stops growing at this ratio. Must exceed 1. Null: no such
@@ -127,7 +127,7 @@ class ActorConfig(Config):
     """sapo: the same for all other tokens."""
 
     loss_agg_mode: LossAggMode = "token-mean"
-    """How token losses become one number."""
+    """Aggregation of token losses into one number."""
 
     loss_scale_factor: int | None = option(None, read_if("loss_agg_mode", "seq-mean-token-sum-norm"), above=0)
     """Tokens: the constant divisor of ``loss_agg_mode=seq-mean-token-sum-norm``. Null: ``rollout.response_length``."""
@@ -189,7 +189,7 @@ class ActorConfig(Config):
     something needs them earlier."""
 
     checkpoint: CheckpointConfig = section(CheckpointConfig)
-    """What a checkpoint of the actor holds."""
+    """Contents of a checkpoint of the actor holds."""
 
     optim: OptimConfig = section(OptimConfig, lr=1e-6)
     """Optimizer of the actor."""
@@ -223,7 +223,7 @@ class ActorConfig(Config):
 
     @property
     def update_split(self) -> MicroBatching:
-        """How a mini-batch is cut into forwards."""
+        """Division of a mini-batch into forwards."""
         if self.use_dynamic_bsz:
             return MicroBatching(None, self.ppo_max_token_len_per_gpu)
         return MicroBatching(self.ppo_micro_batch_size_per_gpu, None)

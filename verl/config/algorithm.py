@@ -34,7 +34,7 @@ class Rejection(NamedTuple):
 
 @dataclass
 class RolloutCorrectionConfig(Config):
-    """What is done about tokens the sampler drew with other probabilities than the trainer's. All of it is off by
+    """Corrections for tokens that were sampled with other probabilities than the trainer's. All of it is off by
     default, needs ``rollout.calculate_log_probs``, and is about r = pi_old / pi_rollout. See docs/algorithms.md."""
 
     _target_: ClassVar[str] = "verl.trainer.config.RolloutCorrectionConfig"
@@ -50,7 +50,7 @@ class RolloutCorrectionConfig(Config):
     """Lower bound of r in ``rollout_is``. Null: none, with ``rollout_is_mode=mask`` 1 / upper bound."""
 
     rollout_is_mode: Literal["truncate", "mask"] = "truncate"
-    """What becomes of r beyond a bound: ``truncate`` sets it to the bound, ``mask`` to 0, so that such tokens teach
+    """Treatment of r beyond a bound: ``truncate`` sets it to the bound, ``mask`` to 0, so that such tokens teach
     nothing (IcePop, arXiv:2510.18855). Either way they are counted where losses are averaged."""
 
     rollout_is_batch_normalize: bool = False
@@ -100,7 +100,7 @@ class RolloutCorrectionConfig(Config):
 
     @property
     def rejections(self) -> list[Rejection]:
-        """What ``rollout_rs`` asks for, in the order given.
+        """The rejections of ``rollout_rs``, in the order given.
 
         Raises:
             ValueError: a way to reject is unknown, or the thresholds do not fit.
@@ -180,7 +180,7 @@ class PFPPOConfig(Config):
     _read_if: ClassVar[ReadIf] = read_if("algorithm.use_pf_ppo", remark="takes every response once")
 
     reweight_method: Literal["pow", "max_min", "max_random"] = "pow"
-    """How scores s become sampling weights: ``pow``: |s|^weight_pow; ``max_min``: the highest and the lowest scores of
+    """Sampling weights made of scores s: ``pow``: |s|^weight_pow; ``max_min``: the highest and the lowest scores of
     the batch alone; ``max_random``: 4 for the highest, 1 for others."""
 
     weight_pow: float = option(2.0, read_if("reweight_method", "pow", remark="does not read it"), at_least=0)
@@ -198,7 +198,7 @@ class FilterGroupsConfig(Config):
     ``data.gen_batch_size`` prompts are used at a time. Needs ``rollout.n`` of 2 or more."""
 
     metric: str = "seq_reward"
-    """What must differ: ``seq_reward`` or ``seq_final_reward``, the sum of a response's rewards; or the name of a value
+    """Must differ: ``seq_reward`` or ``seq_final_reward``, the sum of a response's rewards; or the name of a value
     that the reward function returns, ``acc`` for example. A function that returns one number gives ``acc`` and
     ``score`` too."""
 
@@ -225,12 +225,12 @@ class RewardNormConfig(Config):
     """Normalisation of scores, (s - mean) / (std + 1e-6): mean and std each of their own choice."""
 
     mean: ScoreGroup | None = None
-    """What is subtracted: the mean over the step's responses (``batch``), over those to the same prompt (``group``) or
+    """Subtrahend: the mean over the step's responses (``batch``), over those to the same prompt (``group``) or
     of the same data source (``source``), or over all so far of the same data source, this step included (``running``;
     kept in checkpoints). Null: nothing."""
 
     std: ScoreGroup | None = None
-    """What is divided by: the unbiased std over the same choices. Null: nothing."""
+    """Divisor: the unbiased std over the same choices. Null: nothing."""
 
 
 @dataclass
@@ -251,7 +251,7 @@ class OverlongBufferConfig(Config):
 
 @dataclass
 class RewardShapingConfig(Config):
-    """What is done to a response's score, in this order: ``overlong_buffer``, ``norm``, ``scale``, ``shift``,
+    """Changes of a response's score, in this order: ``overlong_buffer``, ``norm``, ``scale``, ``shift``,
     ``clip_range``, ``clip``, then the KL in the reward, ``clip`` again, ``whiten``. Validation and ``critic/score``
     show scores as given."""
 
@@ -280,7 +280,7 @@ class RewardShapingConfig(Config):
 
 @dataclass
 class AdvantageConfig(Config):
-    """What is done to advantages once they are estimated. Returns, which the critic learns, stay as they are."""
+    """Changes of advantages once they are estimated. Returns, which the critic learns, stay as they are."""
 
     whiten: bool | None = None
     """Shift and scale to mean 0 and variance 1 over the step's tokens. Null: as the estimator does by itself; gae,
@@ -386,4 +386,4 @@ class AlgorithmConfig(Config):
     """Dynamic sampling: which of the generated groups are trained on."""
 
     rollout_correction: RolloutCorrectionConfig = section(RolloutCorrectionConfig)
-    """What is done about a sampler that is not quite the policy."""
+    """Corrections for a sampler that is not quite the policy."""

@@ -310,7 +310,7 @@ def is_set(config: Config, name: str) -> bool:
 
 
 def state_of(config: Config) -> dict[str, Any]:
-    """What a copy of a section in this or another process is made of."""
+    """State that makes a copy of a section, in this or another process."""
     state = dict(vars(config))
     return state.pop(_WAITING, {}) | state
 

@@ -25,7 +25,7 @@ _HOME_PATH = re.compile(r"(?<=[=\[,\s])~/[^\s,\[\]'\"]*(?=\s*(?:[,\]]|$))")
 
 
 class Place(NamedTuple):
-    """Where a dotted key leads in the tree."""
+    """End of a dotted key in the tree."""
 
     kind: Literal["option", "section", "free", "unknown"]
     reached: str

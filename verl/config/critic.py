@@ -123,10 +123,10 @@ class CriticConfig(Config):
     implementation of PPO. Null: it is not clipped."""
 
     loss_agg_mode: LossAggMode = "token-mean"
-    """How token losses become one number; follows the actor's."""
+    """Aggregation of token losses into one number; follows the actor's."""
 
     checkpoint: CheckpointConfig = section(CheckpointConfig)
-    """What a checkpoint of the critic holds."""
+    """Contents of a checkpoint of the critic holds."""
 
     profiler: ProfilerConfig = section(ProfilerConfig)
     """Profiling of the critic."""
@@ -145,14 +145,14 @@ class CriticConfig(Config):
 
     @property
     def update_split(self) -> MicroBatching:
-        """How a mini-batch is cut into forwards."""
+        """Division of a mini-batch into forwards."""
         if self.use_dynamic_bsz:
             return MicroBatching(None, self.ppo_max_token_len_per_gpu)
         return MicroBatching(self.ppo_micro_batch_size_per_gpu, None)
 
     @property
     def forward_split(self) -> MicroBatching:
-        """How a batch is cut into forwards when only values are computed."""
+        """Division of a batch into forwards when only values are computed."""
         if self.use_dynamic_bsz:
             return MicroBatching(None, self.forward_max_token_len_per_gpu)
         return MicroBatching(self.forward_micro_batch_size_per_gpu, None)

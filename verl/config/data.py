@@ -65,7 +65,7 @@ class DataConfig(Config):
     """Tokens a prompt id may have; its token ids are handed on as ``prompt_id_ids``. Null: ids are not tokenized."""
 
     bad_rows: Literal["refuse", "skip"] = "refuse"
-    """What to do with rows no run can use (lines that are no record, prompts that are null or empty, unknown roles,
+    """Treatment of rows no run can use (lines that are no record, prompts that are null or empty, unknown roles,
     ...): stop before anything starts, or leave them out. Either way they are named with file, row and reason."""
 
     mixture: dict[str, Any] = option({})
@@ -120,7 +120,7 @@ class DataConfig(Config):
     """Processes that render and measure the prompts for that, and to find those the chat template refuses."""
 
     truncation: Literal["error", "left", "right", "middle"] = "error"
-    """What to do with a prompt over ``max_prompt_length``: stop, keep its end (``left``: cut at the left), keep its
+    """Treatment of a prompt over ``max_prompt_length``: stop, keep its end (``left``: cut at the left), keep its
     start (``right``), or keep both ends (``middle``)."""
 
     image_key: str = "images"

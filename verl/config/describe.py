@@ -94,7 +94,7 @@ _UNITS = (
 
 
 def unit(cls: type[Config], name: str) -> str:
-    """What a number counts, as the option's docstring says it; empty if it says nothing, or is no number."""
+    """Unit of a number, as the option's docstring says it; empty if it says nothing, or is no number."""
     # ``int | None`` counts something, ``str`` does not
     kinds = typing.get_args(types_of(cls)[name]) or (types_of(cls)[name],)
     if not {int, float} & set(kinds):

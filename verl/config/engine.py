@@ -1,4 +1,4 @@
-"""How a model is sharded and in which number formats it lives."""
+"""Sharding and number formats of a model, its optimizer, and the training engines."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -44,7 +44,7 @@ _SHORT = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 
 @dataclass
 class WrapPolicyConfig(Config):
-    """Which modules become units of sharding."""
+    """Modules that become units of sharding."""
 
     min_num_params: int = option(0, at_least=0)
     """0: one unit per transformer layer. Above 0: every module with at least this many parameters."""
@@ -75,7 +75,7 @@ class FSDPConfig(Config):
     _target_: ClassVar[str] = "verl.workers.config.FSDPEngineConfig"
 
     wrap_policy: WrapPolicyConfig = section(WrapPolicyConfig)
-    """Which modules become units of sharding."""
+    """Modules that become units of sharding."""
 
     param_offload: bool = False
     """Keep the parameters in host memory while the model is idle. No effect on a CPU device."""
@@ -127,7 +127,7 @@ class DeepSpeedConfig(Config):
     Source: Rajbhandari et al. 2020 (arXiv:1910.02054)."""
 
     zero_stage: int = option(2, at_least=0, at_most=3)
-    """What ranks share out: 0 nothing (plain data parallelism, without the library), 1 the optimizer's state with the
+    """Share-out among ranks: 0 nothing (plain data parallelism, without the library), 1 the optimizer's state with the
     fp32 weights, 2 gradients too, 3 weights too. A model that is not trained is whole on every rank below 3."""
 
     offload_optimizer: bool = False

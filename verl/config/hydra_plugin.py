@@ -1,4 +1,4 @@
-"""What verl tells hydra: its YAML folder, and the dataclass defaults as ``schema/*`` nodes.
+"""Settings of verl that hydra is given: its YAML folder, and the dataclass defaults as ``schema/*`` nodes.
 
 Hydra finds this through ``hydra_plugins/`` in every application, also in those with an ``@hydra.main`` of their own.
 Nothing of verl is imported until such an application composes.

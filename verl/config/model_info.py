@@ -1,4 +1,4 @@
-"""What a model's folder says without opening the model: shapes from config.json, sizes from the headers of its weights.
+"""Metadata of a model's folder, the model unopened: shapes from config.json, sizes from the headers of its weights.
 
 Knows JSON and bytes; no torch, no transformers. A hub id is looked up among the downloaded ones.
 """

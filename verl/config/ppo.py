@@ -90,7 +90,7 @@ class ModelConfig(Config):
     ``fused_kernel_options.impl_backend``."""
 
     fused_kernel_options: FusedKernelConfig = section(FusedKernelConfig)
-    """How ``use_fused_kernels`` does it."""
+    """Options of ``use_fused_kernels``."""
 
     trust_remote_code: bool = False
     """Let the model run Python code that comes with its folder."""
@@ -157,7 +157,7 @@ class PPOConfig(Config):
     """From rewards to advantages."""
 
     ray_init: RayInitConfig = section(RayInitConfig)
-    """How Ray is started."""
+    """Start of Ray."""
 
     @property
     def uses_critic(self) -> bool:

@@ -1,4 +1,4 @@
-"""Where scores come from: a function, a manager around it, or a reward model."""
+"""Sources of scores: a function, a manager around it, or a reward model."""
 
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
@@ -66,7 +66,7 @@ class RewardSandboxConfig(Config):
 
 @dataclass
 class SandboxFusionConfig(Config):
-    """Where the built-in scorers run programs that the model wrote."""
+    """Service in which the built-in scorers run programs that the model wrote."""
 
     url: str | None = None
     """Address of a sandbox-fusion service, ``http://host:port/run_code``. Null: child processes of this machine."""
@@ -217,7 +217,7 @@ class RewardModelConfig(Config):
     """Call the scoring function in a thread of the driver while log-probs and values are computed."""
 
     sandbox_fusion: SandboxFusionConfig = section(SandboxFusionConfig)
-    """Where the built-in scorers run programs that the model wrote."""
+    """Service in which the built-in scorers run programs that the model wrote."""
 
     judge: JudgeConfig = section(JudgeConfig)
     """A language model that scores responses."""
@@ -242,7 +242,7 @@ class RewardModelConfig(Config):
 
     @property
     def forward_split(self) -> MicroBatching:
-        """How a batch is cut into forwards."""
+        """Division of a batch into forwards."""
         if self.use_dynamic_bsz:
             return MicroBatching(None, self.forward_max_token_len_per_gpu)
         return MicroBatching(self.micro_batch_size_per_gpu, None)

@@ -71,7 +71,7 @@ class MultiTurnConfig(Config):
     """Characters of a tool's answer kept."""
 
     tool_response_truncate_side: Literal["left", "right", "middle"] = "middle"
-    """What is kept of a longer answer: its head (``left``), its tail (``right``), or both ends."""
+    """Part of a longer answer that is kept: its head (``left``), its tail (``right``), or both ends."""
 
     interaction_config_path: str | None = None
     """YAML file with the simulated users."""
@@ -83,7 +83,7 @@ class MultiTurnConfig(Config):
     """Compare turn-by-turn tokens with those of the whole conversation."""
 
     format: str = "hermes"
-    """How the model writes tool calls."""
+    """Format of the model's tool calls."""
 
 
 @dataclass
@@ -124,7 +124,7 @@ class TraceConfig(Config):
     """Recording of every sample: its tokens, rewards, finish reason, version of the weights."""
 
     backend: Literal["file", "mlflow", "weave"] | None = None
-    """Where to record: ``file`` (JSON lines), ``mlflow`` or ``weave`` (both to be installed). Null: nowhere."""
+    """Place of the record: ``file`` (JSON lines), ``mlflow`` or ``weave`` (both to be installed). Null: nowhere."""
 
     token2text: bool = option(False, read_if("backend", remark="does not read it"))
     """Record text next to token ids."""
@@ -307,7 +307,7 @@ class RolloutConfig(Config):
     """Read long prompts in pieces. No effect with ``hf``."""
 
     load_format: str = "dummy_dtensor"
-    """How the engine gets its first weights: ``dummy`` (``dummy_dtensor``, ``dummy_hf``, ``dummy_megatron``) reads
+    """Source of the engine's first weights: ``dummy`` (``dummy_dtensor``, ``dummy_hf``, ``dummy_megatron``) reads
     none, since the actor's are handed over before sampling; ``auto`` (``hf``, ``dtensor``, ``megatron``) and
     ``safetensors`` read the model's folder."""
 
@@ -317,7 +317,7 @@ class RolloutConfig(Config):
     lora_sync: Literal["auto", "merge", "adapter"] = option(
         "auto", read_if("actor_rollout_ref.model.lora_rank", remark="trains all weights")
     )
-    """How a LoRA policy reaches the engine. ``merge``: all weights at every sync, the adapter added to them.
+    """Form in which a LoRA policy reaches the engine. ``merge``: all weights at every sync, the adapter added to them.
     ``adapter``: the base weights once and then only the adapter, which the engine applies itself. ``auto``: ``adapter``
     with vLLM on CUDA where that can be, else ``merge``."""
 
@@ -362,7 +362,7 @@ class RolloutConfig(Config):
 
     @property
     def log_prob_split(self) -> MicroBatching:
-        """How the batch is cut into forwards when old log-probs are computed."""
+        """Division of the batch into forwards when old log-probs are computed."""
         if self.log_prob_use_dynamic_bsz:
             return MicroBatching(None, self.log_prob_max_token_len_per_gpu)
         return MicroBatching(self.log_prob_micro_batch_size_per_gpu, None)

@@ -10,7 +10,7 @@ CheckpointContent = Literal["model", "optimizer", "extra", "hf_model"]
 
 @dataclass
 class CheckpointConfig(Config):
-    """What a checkpoint holds."""
+    """Contents of a checkpoint."""
 
     _target_: ClassVar[str] = "verl.trainer.config.CheckpointConfig"
 
@@ -29,7 +29,7 @@ class CheckpointConfig(Config):
 
 @dataclass
 class ProfilerConfig(Config):
-    """Which ranks are profiled, in the steps ``trainer.profile_steps``."""
+    """Ranks that are profiled, in the steps ``trainer.profile_steps``."""
 
     _target_: ClassVar[str] = "verl.utils.profiler.ProfilerConfig"
 
@@ -117,7 +117,7 @@ class TrainerConfig(Config):
     """Name of the run in loggers and in the checkpoint folder."""
 
     logger: str | list[str] = option(["console", "wandb"])
-    """Where metrics go: any of console, tensorboard, wandb, file (JSON lines)."""
+    """Loggers of metrics: any of console, tensorboard, wandb, file (JSON lines)."""
 
     log_val_generations: int = option(0, at_least=0)
     """Validation samples to send to the loggers, each time."""
@@ -186,7 +186,7 @@ class TrainerConfig(Config):
     """Seconds the start of the workers may take, models not included."""
 
     device: Literal["cuda", "cpu", "npu"] = "cuda"
-    """Where models run. ``cpu`` uses gloo between processes."""
+    """Device of the models. ``cpu`` uses gloo between processes."""
 
     use_legacy_worker_impl: Literal["auto", "enable", "disable"] = option(
         "auto", never_read="there is one implementation"
@@ -194,7 +194,7 @@ class TrainerConfig(Config):
     """There is one implementation of the workers: all values do the same."""
 
     controller: Literal["ray", "local"] = "ray"
-    """How workers are started and called: Ray actors, or (``local``) this process for one worker and forked processes
+    """Start and calls of workers: Ray actors, or (``local``) this process for one worker and forked processes
     for several."""
 
     seed: int = option(1, at_least=0)
@@ -218,7 +218,7 @@ class TrainerConfig(Config):
     """Show what memory each phase of the first step took, and log ``memory/<phase>_gb`` at every step."""
 
     unread_keys: Literal["error", "warn", "off"] = "error"
-    """What becomes of options that were set and that nothing has read once the policy was updated for the first time.
+    """Treatment of options that were set and that nothing has read once the policy was updated for the first time.
     Options read at a later event, a save for example, count as read."""
 
     weight_sync_freq: int = option(1, above=0)
@@ -246,7 +246,7 @@ class TrainerConfig(Config):
 
 @dataclass
 class RayInitConfig(Config):
-    """How Ray is started. Read only with ``trainer.controller=ray``."""
+    """Start of Ray. Read only with ``trainer.controller=ray``."""
 
     num_cpus: int | None = option(None, above=0)
     """CPUs Ray may use. Null: all; under SLURM give the number of the allocation."""

@@ -76,7 +76,7 @@ def set_by_user(config: Config, given: Iterable[str], warnings: Iterable[str] = 
 
 
 def unused_in_run(config: Config, read: Iterable[str]) -> list[Problem]:
-    """What the user set and is not among the keys that driver and workers have ``read``; for after the first update.
+    """Options that the user set and that neither driver nor workers have ``read``; for after the first update.
 
     Options read only at a later event count as read. Empty for a configuration that was not loaded from a command line.
     """
@@ -104,7 +104,7 @@ def check_unused_options(config: Config, read: Iterable[str], say: Callable[[str
 
 
 def unused_in_source(config: Config, given: Iterable[str] | None = None, warnings: Iterable[str] = ()) -> list[Problem]:
-    """What the user set that no line of verl reads, before anything runs.
+    """Options that the user set and no line of verl reads, before anything runs.
 
     Args:
         config: the typed tree.
@@ -119,7 +119,7 @@ def unused_in_source(config: Config, given: Iterable[str] | None = None, warning
 
 
 def given_to(config: Config) -> list[str]:
-    """What the user set of a configuration that was loaded from a command line; empty for another."""
+    """Options that the user set, of a configuration that was loaded from a command line; empty for another."""
     return list(vars(config).get(_GIVEN, {}))
 
 

@@ -302,7 +302,7 @@ def fewer_samples_than_workers(config: PPOConfig) -> Iterator[Problem]:
 
 
 def batch_plan(config: PPOConfig) -> str:
-    """What one training step does, one line per stage. Assumes that the rules hold."""
+    """The stages of one training step, a line each. Assumes that no validator found an error."""
     shared, prompts = config.actor_rollout_ref, config.prompts_per_update
     rows = prompts * shared.rollout.n
     workers = config.trainer.world_size
@@ -355,7 +355,7 @@ def counted(number: int, noun: str) -> str:
 
 
 def _each(rows: int, ranks: int, split: MicroBatching | None = None) -> str:
-    """How many rows a rank has. Forwards of so many tokens are balanced by cost, not by rows."""
+    """Number of rows of a rank. Forwards of so many tokens are balanced by cost, not by rows."""
     if ranks > 1 and split is not None and split.size is None:
         return f"about {rows / ranks:.3g} each"
     return f"{rows // ranks} each" if rows % ranks == 0 else f"{rows // ranks} or {rows // ranks + 1} each"

@@ -1,4 +1,4 @@
-"""What is optimised: estimators, losses, bounds, KL, corrections for the sampler."""
+"""Validators of the objective: estimators, losses, bounds, KL, corrections for the sampler."""
 
 from collections.abc import Iterator
 

@@ -361,7 +361,7 @@ def _written_folders(config: PPOConfig) -> Iterator[Problem]:
 
 
 def _why_unwritable(folder: Path) -> str | None:
-    """What the system says to a folder made there; permissions alone do not tell of full and of special disks."""
+    """Answer of the system to a folder made there; permissions alone do not tell of full and of special disks."""
     try:
         # tried rather than asked: os.access knows nothing of full or read-only disks
         with tempfile.TemporaryDirectory(prefix=".verl-", dir=folder):

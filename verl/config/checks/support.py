@@ -102,7 +102,7 @@ class Limit(NamedTuple):
     key: str
     """Dotted key; ``section.*`` stands for every option in the section."""
     what: str
-    """What is missing."""
+    """The missing feature."""
     instead: str
     """The way out."""
     works: tuple = ()
