@@ -12,8 +12,9 @@ test:  ## what CI runs
 test-unit:  ## the fast tier only
 	bash scripts/test.sh --tier unit
 
-lint:
+lint:  ## style and types
 	.venv/bin/ruff check .
+	.venv/bin/mypy
 
 format:
 	.venv/bin/ruff check --fix . && .venv/bin/ruff format .
@@ -32,4 +33,4 @@ requirements:  ## compile the pins (needs uv)
 	mv requirements.new requirements-test.txt
 
 clean:
-	rm -rf build dist *.egg-info .pytest_cache .ruff_cache
+	rm -rf build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache

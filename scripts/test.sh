@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Set up .venv, check the style, run the tests in tiers. CI runs exactly this.
+# Set up .venv, check style and types, run the tests in tiers. CI runs exactly this.
 #
 #   bash scripts/test.sh                          everything, and what depends on the CPU's kernels once more with AVX2's
 #   bash scripts/test.sh --tier unit              one tier: unit, ranks, ray, learning or engines (repeatable);
@@ -81,6 +81,7 @@ run_tier() (
 
 failed=()
 .venv/bin/ruff check . || failed+=(ruff)
+.venv/bin/mypy || failed+=(types)
 notes=$(mktemp -d)
 trap 'rm -rf "$notes"' EXIT
 .venv/bin/python scripts/show_cpu.py ${levels[@]+"${levels[@]}"}
@@ -123,4 +124,4 @@ if [ ${#failed[@]} != 0 ]; then
     echo "FAILED: ${failed[*]}" >&2
     exit 1
 fi
-echo "All passed: ruff ${queue[*]}"
+echo "All passed: ruff types ${queue[*]}"

@@ -217,6 +217,7 @@ def run_tiers(folder, *arguments):
         "scripts/setup_env.sh": "",
         "scripts/install_engines.sh": "",
         ".venv/bin/ruff": "",
+        ".venv/bin/mypy": "",
         ".venv/bin/python": f'echo "${{ONEDNN_MAX_CPU_ISA:-all}} $*" >>{log}\n[[ "$*" != *"-m ray"* ]]\n',
     }
     for name, body in stubs.items():
