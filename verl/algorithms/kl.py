@@ -213,7 +213,7 @@ class AdaptiveKLController:
         self.value *= 1 + error * n_steps / self.horizon
 
     def state_dict(self) -> dict[str, float]:
-        """What a checkpoint keeps."""
+        """Return the part that a checkpoint keeps."""
         return {"value": self.value}
 
     def load_state_dict(self, state: dict[str, float]) -> None:

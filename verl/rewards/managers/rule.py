@@ -338,7 +338,7 @@ def place_on_last_token(scores: Sequence[float], responses: Ragged) -> Tensor:
 
 # -- Say which sample a reward function is stuck on, instead of waiting in silence -----------------------------------
 class SlowCallWatch:
-    """Logs calls that have been under way for ``every_s`` seconds, again and again, with the stack they stand in.
+    """Logs calls that have been under way for ``every_s`` seconds, again and again, with the calling thread's stack.
 
     Used as a context around the calls, with ``call(key)`` around each of them. Nothing is interrupted.
 

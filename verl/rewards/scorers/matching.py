@@ -286,7 +286,7 @@ def _items(text: str) -> tuple[str, list[str]] | None:
 
 
 def _split(text: str, separator: str) -> list[str]:
-    """Parts of a text between separators that stand in no bracket; one part if its brackets do not match."""
+    """Parts of a text between separators outside of brackets; one part if its brackets do not match."""
     parts, depth, start, i = [], 0, 0, 0
     while i < len(text):
         if text[i] in _OPENING:
