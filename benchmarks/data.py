@@ -173,7 +173,7 @@ def _cpu_seconds() -> float:
 
 
 def apart(name: str, *arguments: str) -> dict[str, float]:
-    """What the function of that name returns, run in a process of its own."""
+    """Return the result of the function of that name, run in a process of its own."""
     code = f"import json, benchmarks.data as d; print(json.dumps(d.{name}(*{arguments!r})))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     if done.returncode:

@@ -52,7 +52,7 @@ def torchs(hidden: Tensor, weight: Tensor, targets: Tensor, want_entropy: bool) 
 
 
 def ways(device: str) -> dict[str, Callable[..., Scores]]:
-    """What can run here, by name."""
+    """Implementations that run here, by name."""
     found = {"naive": naive, "chunked": chunked}
     if LinearCrossEntropyOptions is not None:
         found["torch linear_cross_entropy"] = torchs

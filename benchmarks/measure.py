@@ -84,7 +84,7 @@ def _costs(block: Callable[[], Any], repeat: int, warm_up: int) -> list[float]:
 
 
 def peak_extra_mb(block: Callable[[], Any]) -> float | None:
-    """How far the memory of this process rises above where it was while ``block`` runs, its result included.
+    """Return how far the memory of this process rises above where it was while ``block`` runs, its result included.
 
     None where the system keeps no high-water mark that can be set back (Linux does).
     """

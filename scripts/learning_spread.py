@@ -24,7 +24,7 @@ BEGIN, END = "<!-- spread: written by scripts/learning_spread.py -->", "<!-- end
 
 
 def measure(seed: int, level: str, options: list[str]) -> list[dict]:
-    """What the learning tests reach in one process of their own."""
+    """Return the scores of the learning tests in one process of their own."""
     with tempfile.TemporaryDirectory() as folder:
         record = Path(folder) / "record.jsonl"
         environment = {**os.environ, "VERL_TEST_SEED": str(seed), "VERL_LEARNING_RECORD": str(record)}

@@ -39,7 +39,7 @@ SHORT = (
     (r"right: .*with its cache, so every token.*", "right; without a cache, slow"),
     (r"right: .*every micro-batch has one row.*", "right; one row a micro-batch"),
 )
-"""What a verdict says, and how the table says it."""
+"""Verdict -> its text in the table."""
 
 
 def judged(names: list[str]) -> dict[str, dict[str, str]]:

@@ -47,7 +47,7 @@ KINDS = ("accepted", "named feature", "other")
 
 
 class Verdict(NamedTuple):
-    """What becomes of one key with one value."""
+    """Outcome of one key with one value."""
 
     kind: str
     """One of ``KINDS``."""
@@ -56,7 +56,7 @@ class Verdict(NamedTuple):
 
 
 def verdict(key: str, value: Any) -> Verdict:
-    """What loading says about ``key=value``, were it the only word."""
+    """Return the message of loading ``key=value``, were it the only word."""
     if locate(PPOConfig, today(key)).kind == "unknown" and not is_legacy(key):
         return Verdict("other", f"{key} is not an option")
     tree: dict = {}

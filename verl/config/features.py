@@ -1,4 +1,4 @@
-"""What verl's releases v0.5 to v0.9 have and this package has not: each feature once, with what to do instead.
+"""Features of verl's releases v0.5 to v0.9 that are not built: each once, with what to do instead.
 
 Keys, modules, configuration files and backends lead to a row of ``features.yaml``, so that whoever asks for one is told
 its name. The file is read when something is met that this package does not know, which most runs never do.
@@ -20,7 +20,7 @@ class Feature(NamedTuple):
     name: str
     """Noun phrase; fits behind "asks for"."""
     instead: str
-    """What to do instead: whole sentences."""
+    """The way out: whole sentences."""
     keys: tuple[str, ...] = ()
     """Dotted keys; one of a section stands for all below it."""
     switches: tuple[str, ...] = ()

@@ -32,7 +32,7 @@ def _rows(table: Path, header: str) -> Iterator[list[str]]:
 
 
 class Default(NamedTuple):
-    """What a release gives a key."""
+    """Default of a key in a release."""
 
     value: Any
     """Interpolations resolved; ``???`` where the user must give it."""
@@ -195,7 +195,7 @@ def entry_of(key: str) -> Moved | RemovedOption | None:
 
 
 def replacement(key: str) -> str | None:
-    """What to use in place of a name of another release, as a sentence; None for a name that is none."""
+    """Return a sentence with the replacement of another release's name; None for an unknown name."""
     key = strip_prefix(key)
     entry = entry_of(key)
     if isinstance(entry, Moved):

@@ -196,7 +196,7 @@ class RewardModelConfig(Config):
     """Tokens of one micro-batch on one device; follows the critic's."""
 
     reward_manager: str = "naive"
-    """Who calls the scoring function: ``naive`` (row by row), ``prime`` (rows side by side), ``batch`` (once, with
+    """Manager of the scoring function: ``naive`` (row by row), ``prime`` (rows side by side), ``batch`` (once, with
     lists), ``dapo`` (as naive, with a penalty for responses near the limit), a name given to
     ``verl.workers.reward_manager.register``, or ``file.py:Class``."""
 

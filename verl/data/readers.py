@@ -24,7 +24,7 @@ _PIECE = 1 << 20
 """Characters of a JSON list that are read at a time."""
 
 _LONGEST_TOKEN = 32
-"""Where a piece ends inside a JSON value, the parser fails at most this many characters before the end."""
+"""If a piece ends inside a JSON value, the parser fails at most this many characters before the end."""
 
 _SPACE = re.compile(r"[ \t\r\n]*")
 

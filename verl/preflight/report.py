@@ -76,7 +76,7 @@ class Report:
     memory_notes: list[str] = field(default_factory=list)
     preview: list[str] = field(default_factory=list)
     notes: list[Finding] = field(default_factory=list)
-    """What was not checked, and harmless observations."""
+    """Skipped checks, and harmless observations."""
     config: PPOConfig | None = None
     """The checked configuration; None if it could not be composed."""
     data: Preview | None = None

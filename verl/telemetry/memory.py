@@ -90,7 +90,7 @@ class Entry(NamedTuple):
     device: int = 0
     """Device memory in use by all processes; the engine's cache counts here only while it is awake."""
     parts: Mapping[str, int] = MappingProxyType({})
-    """What is known of it by name: weights, optimizer, rollout weights, cache."""
+    """Its known parts by name: weights, optimizer, rollout weights, cache."""
 
 
 class MemoryLedger:

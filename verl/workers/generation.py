@@ -240,7 +240,7 @@ class RolloutRole(HybridWorker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def server_state(self) -> dict[str, Any]:
-        """How the engine of this rank is doing; raises what stopped it."""
+        """Return the state of this rank's engine; raise what stopped it."""
         assert self.engine_loop is not None, "start_server() comes first"
         if self.engine_loop.error is not None:
             raise self.engine_loop.error

@@ -143,7 +143,7 @@ class EngineWorker(Worker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def memory_entries(self) -> list[Entry]:
-        """What each phase since the last call has left in memory."""
+        """Return the memory that each phase since the last call has left."""
         return self.ledger.take()
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)

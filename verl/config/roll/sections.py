@@ -98,7 +98,7 @@ def _training(key: str, role: str, name: str, settings: Section, roll: Roll) -> 
 
 
 def _in_place_of_megatron(role: str, settings: Section, chosen: str) -> Iterator[Outcome]:
-    """What FSDP2 or DeepSpeed have of Megatron's settings; the others are said in one sentence."""
+    """Translate Megatron's settings that FSDP2 or DeepSpeed have; report the others in one sentence."""
     places = listed("places")[role]
     idle = []
     for name, value in settings.items():
@@ -268,8 +268,8 @@ def _judge(
 
 
 def _query_filter(key: str, value: Section) -> Iterator[Outcome]:
-    """Which groups are trained on: ``mean_filter`` those whose mean score lies between two bounds, ``std_filter`` those
-    whose scores differ by more than one."""
+    """Choice of the groups that are trained on: ``mean_filter`` those whose mean score lies between two bounds,
+    ``std_filter`` those whose scores differ by more than one."""
     if value.get("type") not in ("mean_filter", "std_filter"):
         yield from [] if value.get("type") in (None, "no_filter") else [Idle(f"{key}.type")]
         return

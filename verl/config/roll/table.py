@@ -161,7 +161,7 @@ _ASKS_FOR_NOTHING: tuple[Any, ...] = (None, False, "None", "null", {}, [])
 
 
 def row_outcomes(row: Row | None, key: str, value: Any, roll: "Roll", known: Iterable[str]) -> Iterator[Outcome]:
-    """What a key and its value come to.
+    """Outcome of a key and its value.
 
     A key that is in no release of ROLL is refused if a known one is near: it may be a typing error, which ROLL would
     drop without a word. Any other has no effect there or here.
