@@ -307,7 +307,7 @@ class CheckpointManager:
         publish(staged, final)
 
     def delete(self, folders: Sequence[str | os.PathLike]) -> None:
-        """Delete the checkpoints in ``folders``, on every node; those that are gone already are no error."""
+        """Delete the checkpoints in ``folders``, on every node; those that do not exist are no error."""
         if is_node_leader():
             for folder in folders:
                 shutil.rmtree(folder, ignore_errors=True)

@@ -110,7 +110,7 @@ def schemas(root: type[Config]) -> dict[str, dict]:
 
 
 def search_folders(config_path: str | None, config_dir: str | None) -> list[Path]:
-    """The user's folders, then verl's own. A relative path is looked for here, then beside main_ppo.py as in hydra."""
+    """The user's folders, then verl's own. A relative path is looked for here, then next to main_ppo.py as in hydra."""
     found = []
     for given in (config_path, config_dir):
         if given is None:

@@ -1,7 +1,7 @@
 """Features of verl's releases v0.5 to v0.9 that are not built: each once, with what to do instead.
 
-Keys, modules, configuration files and backends lead to a row of ``features.yaml``, so that whoever asks for one is told
-its name. The file is read when something is met that this package does not know, which most runs never do.
+Keys, modules, configuration files and backends lead to a row of ``features.yaml``, so that a request is answered
+with its name. The file is read when something is met that this package does not know, which most runs never do.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Names of other releases, v0.1 to v0.9: what they are called here, why they are gone, what is not built.
+"""Names of other releases, v0.1 to v0.9: what they are called here, why they were removed, what is not built.
 
 They are understood wherever they come from, YAML or command line, and reported in one warning. ``old_keys.tsv`` holds
 the names, ``release_keys.tsv`` all keys of verl's releases with their defaults, ``features.yaml`` what is not built.

@@ -255,7 +255,7 @@ def pop_key(tree: dict, key: str) -> tuple[bool, Any]:
     if not isinstance(nodes[-1], dict) or last not in nodes[-1]:
         return False, None
     value = nodes[-1].pop(last)
-    # from the innermost section outwards: one that is left empty is gone too
+    # from the innermost section outwards: one that is left empty is removed too
     for depth in range(len(path), 0, -1):
         if not nodes[depth]:
             nodes[depth - 1].pop(path[depth - 1])

@@ -260,7 +260,7 @@ def show(found: Preview, report: Report) -> None:
     from rich.text import Text
 
     class PipeConsole(Console):
-        """A console that raises BrokenPipeError, for ``plain_ending`` to handle, when its reader is gone."""
+        """A console that raises BrokenPipeError, for ``plain_ending`` to handle, when its reader has exited."""
 
         def on_broken_pipe(self) -> None:
             raise BrokenPipeError

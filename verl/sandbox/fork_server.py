@@ -70,7 +70,7 @@ class ForkServer:
                 self._send(request)
             reply = self._receive(timeout_s + GRACE_S)
         if reply is None:
-            raise SandboxError(Failure(Outcome.CRASH, f"The process that calls {self.function} is gone."))
+            raise SandboxError(Failure(Outcome.CRASH, f"The process that calls {self.function} has exited."))
         if "value" in reply:
             return reply["value"]
         raise SandboxError(Failure(Outcome(reply["outcome"]), reply["cause"]))

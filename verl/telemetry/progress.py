@@ -55,7 +55,7 @@ def format_numbers(metrics: Mapping[str, Any], width: int | None = None) -> str:
     """The numbers that matter, of those present: ``reward 0.312  length 6.2  kl 0.0001 ...``.
 
     Args:
-        width: characters there are; the dispensable numbers that do not fit are left out. None: all the room wanted.
+        width: characters there are; the dispensable numbers that do not fit are left out. None: no limit.
     """
     parts = {}
     for label, names, form in NUMBERS:

@@ -246,7 +246,7 @@ def _unread(config: PPOConfig, section: Config, prefix: str) -> Iterator[tuple[s
             continue
         conditions = list(item.metadata.get("read_if", ()))
         if section._read_if is not None and section._read_if.key != item.name:
-            # the section's condition first: if it is not met, what its options need of each other is beside the point
+            # the section's condition first: if it is not met, what its options need of each other does not matter
             conditions.insert(0, section._read_if)
         reasons = filter(None, (_reason(config, condition, prefix) for condition in conditions))
         why = item.metadata.get("never_read") or next(reasons, None)

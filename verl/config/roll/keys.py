@@ -147,7 +147,9 @@ def generate_opt_level(key: str, value: Any, roll: Roll) -> Iterator[Outcome]:
 
 def expand(key: str, value: Any, roll: Roll) -> Iterator[Outcome]:
     if not value:
-        yield Note(f"{key}=false: every response is a request of its own here, as with true; what is drawn is the same")
+        yield Note(
+            f"{key}=false: every response is a request of its own here, as with true; the responses are the same"
+        )
 
 
 def additional_prompts(key: str, value: Any, roll: Roll) -> Iterator[Outcome]:
@@ -287,7 +289,7 @@ def positive_loss(key: str, value: Any, roll: Roll) -> Iterator[Outcome]:
     if not isinstance(value, int | float):
         yield Refuse(key, value, "a weight is a number", (f"{key}=1.0",))
     elif roll.get("rl_loss_coef", 1.0):
-        why = "a TOPR term beside the RL loss is not built: it takes the loss's place with rl_loss_coef=0"
+        why = "a TOPR term with the RL loss is not built: it takes the loss's place with rl_loss_coef=0"
         yield Refuse(key, value, why, ("rl_loss_coef=0", f"{key}=0"))
     else:
         yield Set(LOSS_MODE, "topr")
@@ -305,7 +307,7 @@ def rl_loss_coef(key: str, value: Any, roll: Roll) -> Iterator[Outcome]:
 
 def iterations(key: str, value: Any, roll: Roll) -> Iterator[Outcome]:
     if value != 1:
-        why = "a mini-batch is stepped on once before the next; the batch is gone over again by ppo_epochs"
+        why = "a mini-batch is stepped on once before the next; ppo_epochs repeats the whole batch"
         yield Refuse(key, value, why, (f"{key}=1 ppo_epochs={value}",))
 
 

@@ -167,7 +167,7 @@ JUDGE = "reward_model.judge"
 def rewards(roll: Roll) -> Iterator[Outcome]:
     """Outcomes of all of ``rewards``, and of ``domain_interleave_probs``."""
     sections = {name: section or {} for name, section in section_at(roll.tree, "rewards").items() if section != "null"}
-    # Entries that the command line emptied are gone, unless all are.
+    # Entries that the command line emptied are removed, unless all are.
     sections = {name: section for name, section in sections.items() if section} or sections
     shares = roll.get("actor_train.data_args.domain_interleave_probs") or {}
     by_source: dict[str, Any] = {}

@@ -297,6 +297,6 @@ def _defaults(roll: Roll) -> Iterator[Outcome]:
             yield Set("data.val_files", files)
         yield Note("there is no validation section: nothing is validated")
     if not roll.get("actor_infer.generating_args.top_p"):
-        ours = "responses are drawn from the whole distribution, top_p=1 and top_k=-1"
-        theirs = "ROLL draws with 0.7 and 50 where nothing is said, and trains another policy than it samples"
+        ours = "responses are sampled from the whole distribution, top_p=1 and top_k=-1"
+        theirs = "ROLL samples with 0.7 and 50 where nothing is said, and trains another policy than it samples"
         yield Note(f"{ours}; {theirs}")

@@ -294,7 +294,7 @@ class RolloutBuffer:
     def responses_ahead(self) -> tuple[DataProto, dict[str, int]] | None:
         """Return the responses for the next step, which it waits for, and their metadata; None if there are none.
 
-        The weights that generated them are gone when a run resumes.
+        The weights that generated them are lost when a run resumes.
         """
         if self._next is None:
             return None

@@ -67,7 +67,7 @@ class Want(Flag):
 
 
 class Outputs(NamedTuple):
-    """Options of a forward pass: temperature, and the outputs to compute beside log-probs (or values)."""
+    """Options of a forward pass: temperature, and the outputs to compute next to log-probs (or values)."""
 
     temperature: float = 1.0
     entropy: bool = False

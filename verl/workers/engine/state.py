@@ -84,7 +84,7 @@ class EngineState(ABC):
         names = {name for name, parameter in named if parameter is weight}
         names |= set(map(plain_name, names))
         others = set(self.tensor_names()) - names
-        # all of them, though one is wanted: the other ranks iterate to the end
+        # all of them, though one is needed: the other ranks iterate to the end
         tensors = [tensor for _, tensor in self.full_tensors(self.spec.compute_torch_dtype, others)]
         return tensors[0]
 

@@ -211,7 +211,7 @@ class ZeroOffload:
         if to_host:
             self._zero.offload_states(include=moved, pin_memory=False)
             return
-        # it would bring all back, so show it only what is wanted
+        # it would bring all back, so show it only the parts to move
         held = self._zero.offloaded_states
         others = set(held) - moved
         held -= others

@@ -180,9 +180,9 @@ class RolloutServer:
     @web.middleware
     async def _guard(self, request: web.Request, handler: Callable) -> web.StreamResponse:
         """Refuse requests without the token."""
-        given, wanted = request.headers.get("Authorization", ""), f"Bearer {self._token}"
+        given, expected = request.headers.get("Authorization", ""), f"Bearer {self._token}"
         # in constant time: how long a comparison takes must not tell how much of a token is right
-        if self._token is not None and not hmac.compare_digest(given.encode(), wanted.encode()):
+        if self._token is not None and not hmac.compare_digest(given.encode(), expected.encode()):
             return self.error_response(401, "The header 'Authorization: Bearer TOKEN' is missing or wrong.")
         return await handler(request)
 
