@@ -78,7 +78,7 @@ RUNS: dict[str, dict] = {
     "deepspeed": {f"{ACTOR}strategy": "deepspeed"},
     "ray": {"trainer__controller": "ray"},
 }
-LEFT_OUT = ("timing", "perf/", "memory", "_per_s", "_share", "engine/running", "engine/steps", "engine/waiting", "waiting_s")
+LEFT_OUT = ("timing", "perf/", "memory", "_per_s", "_share", "engine/running", "engine/steps", "waiting")
 
 
 def run(name: str, folder: Path) -> list[dict[str, float]] | str:
