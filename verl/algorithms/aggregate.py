@@ -38,6 +38,7 @@ def _sum(row_sums: Tensor, counts: Tensor) -> Tensor:
 
 
 def _sum_of_means(row_sums: Tensor, counts: Tensor) -> Tensor:
+    # a row without tokens has sum 0: divided by 1 it adds nothing, by 0 it would add NaN
     return (row_sums / counts.clamp(min=1)).sum()
 
 
@@ -115,6 +116,7 @@ def agg_loss(loss_mat: Tensor, loss_mask: Tensor, loss_agg_mode: str, loss_scale
     """
     tokens = valid_tokens(loss_mask)
     row_sums = tokens.row_sum(tokens.pack(loss_mat))  # packing drops masked positions, even NaN
+    # micro-batches are trimmed, so this width varies: `Aggregation.mean` puts the configured length in its place
     return agg_rows(row_sums, tokens.lengths, loss_agg_mode, loss_scale_factor or loss_mat.shape[-1])
 
 
@@ -144,6 +146,7 @@ class Aggregation:
         self.is_sum = loss_agg_mode == "token-sum"
         # a sum depends on how many tokens a micro-batch holds, a mean does not: the engine multiplies at the end
         self.mode_of_mean = "token-mean" if self.is_sum else self.mode
+        # never the width of a tensor: that is the longest response of one micro-batch
         self.divisor = loss_scale_factor or response_length
         if self.has_constant_divisor and not self.divisor:
             raise ValueError(

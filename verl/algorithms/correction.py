@@ -46,6 +46,7 @@ def importance_ratio(old_log_prob: Tensor, rollout_log_prob: Tensor, response_ma
     if level not in LEVELS:
         raise ValueError(f"level={level!r} is no level of an importance ratio: use one of {', '.join(LEVELS)}.")
     is_valid = response_mask.bool()
+    # `where`, not a product with the mask: log-probs of masked tokens may be NaN or -inf
     exponent = torch.where(is_valid, old_log_prob.double() - rollout_log_prob.double(), 0)
     # cut after the sum: the bound is that of the ratio, not of each token's part in it
     exponent = _over_response(exponent, is_valid, level).clamp(-20, 20)
@@ -77,6 +78,7 @@ def divergence(old_log_prob: Tensor, rollout_log_prob: Tensor, response_mask: Te
         raise ValueError(f"kind={kind!r} is no estimate of a divergence: use one of {', '.join(DIVERGENCES)}.")
     is_valid = response_mask.bool()
     d = torch.where(is_valid, old_log_prob.double() - rollout_log_prob.double(), 0).clamp(-20, 20)
+    # expm1: exp(d) - 1 - d would cancel where the two policies nearly agree
     value = 0.5 * d.square() if kind.endswith("k2") else torch.expm1(d) - d
     return torch.where(is_valid, _over_response(value, is_valid, kind.rpartition("_")[0]), 0)
 
@@ -134,6 +136,7 @@ def importance_weights(
         lower = 1 / upper if lower is None else lower
         weights = ratio * ((ratio >= lower) & (ratio <= upper))
     elif mode == "truncate":
+        # clamp lifts the zeros of masked tokens to `lower`
         weights = torch.where(is_valid, ratio.clamp(min=lower, max=upper), 0)
     else:
         raise ValueError(f"mode={mode!r} is no way to bound importance weights: use truncate or mask.")
@@ -148,6 +151,7 @@ def importance_weights(
         "rollout_is_std": units.std(unbiased=False),
         "rollout_is_min": units.min(),
         "rollout_is_max": units.max(),
+        # the floor makes it 0, not NaN, where every weight is 0; float64 holds it
         "rollout_is_eff_sample_size": units.sum() ** 2 / (len(units) * (units**2).sum()).clamp(min=1e-300),
         "rollout_is_ratio_fraction_high": (ratios > upper).double().mean(),
     }
@@ -212,6 +216,7 @@ def kept_tokens(
         metrics["rollout_rs_ratio_fraction_low"] = (ratios < lower).double().mean()
     has_tokens = is_valid.any(-1)  # rows without a token are no responses, and in no share
     if veto is not None:
+        # by token whatever `level` is, and not cut at +-20: a veto may lie below exp(-20)
         catastrophic = (old_log_prob.double() - rollout_log_prob.double()).exp() < veto
         is_vetoed = (catastrophic & is_valid).any(-1)
         keeps = keeps & ~is_vetoed.unsqueeze(-1)
@@ -227,6 +232,7 @@ def _over_response(x: Tensor, is_valid: Tensor, level: str) -> Tensor:
     if level == "token":
         return x
     if level == "seq_max":
+        # divergences are not negative, so that the zeros of masked tokens are never the largest
         return x.amax(-1, keepdim=True).expand_as(x)
     total = x.sum(-1, keepdim=True)
     is_sum = level in ("sequence", "seq_sum")
@@ -235,6 +241,7 @@ def _over_response(x: Tensor, is_valid: Tensor, level: str) -> Tensor:
 
 def _units(x: Tensor, is_valid: Tensor, level: str) -> Tensor:
     """One number a token or, where all tokens of a response have the same, one a response; x is not negative."""
+    # valid tokens share one number and masked ones hold 0: the largest is that number
     return x[is_valid] if level.startswith("token") else x.amax(-1)[is_valid.any(-1)]
 
 
@@ -264,6 +271,7 @@ def mismatch_metrics(rollout_log_probs: Tensor, actor_log_probs: Tensor) -> dict
     rollout, actor = rollout_log_probs.double(), actor_log_probs.double()
     mu, pi = rollout.exp(), actor.exp()
     difference = (mu - pi).abs()  # of probabilities, not of their logarithms: rare tokens differ much in these
+    # cut as in `importance_ratio`: one token of exp(50) would be the whole sample
     weights = (actor - rollout).clamp(-20, 20).exp()
     metrics = {
         "training/rollout_probs_diff_valid": 1.0,

@@ -97,12 +97,14 @@ def kl_k2(logprob: Tensor, ref_logprob: Tensor) -> Tensor:
 def kl_k3(logprob: Tensor, ref_logprob: Tensor) -> Tensor:
     """exp(-d) + d - 1, with the cuts that keep one outlier from deciding the batch."""
     minus_d = (ref_logprob - logprob).clamp(-20, 20)  # exp(20) is half a billion: beyond, one token would be the loss
+    # beyond the cut the gradient is zero, too: such a token is not pulled back
     return (torch.expm1(minus_d) - minus_d).clamp(max=10)
 
 
 def _straight_through(estimate: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Tensor, Tensor], Tensor]:
     """The value of ``estimate`` with the gradient of k2."""
     if estimate is kl_k2:
+        # it has that gradient already: no second graph for the same numbers
         return kl_k2
 
     def with_gradient_of_k2(logprob: Tensor, ref_logprob: Tensor) -> Tensor:
@@ -210,6 +212,7 @@ class AdaptiveKLController:
         """Move after ``n_steps`` samples whose mean KL was ``current_kl``."""
         # bounded, so that one odd batch cannot throw the coefficient off
         error = min(max(float(current_kl) / self.target - 1, -0.2), 0.2)
+        # samples, not optimizer steps; a batch of more than 5 horizons could turn the coefficient negative
         self.value *= 1 + error * n_steps / self.horizon
 
     def state_dict(self) -> dict[str, float]:

@@ -122,6 +122,7 @@ class Registry(MutableMapping[str, T]):
 
     def __setitem__(self, name: str | Enum, entry: T) -> None:
         self._entries[_plain(name)] = entry
+        # the rows were about what stood there before
         self._about.pop(_plain(name), None)
 
     def __delitem__(self, name: str | Enum) -> None:
@@ -147,10 +148,12 @@ class Registry(MutableMapping[str, T]):
         together: dict[int, tuple[list[str], tuple[About, ...]]] = {}
         for name in self._entries:
             if rows := self._about.get(name):
+                # by identity: names of one call share their rows, equal rows of two entries stay apart
                 together.setdefault(id(rows), ([], rows))[0].append(name)
         return {tuple(names): rows for names, rows in together.values()}
 
 
+# `.py:` or `pkg://`, and an identifier at the end: any other name with a colon is only looked up
 _FILE = re.compile(r"(\.py|^pkg://.+):[^\W\d]\w*$")
 
 
@@ -218,6 +221,7 @@ def control(
     return CONTROLS.register(option, about=About(equation, use, source, test, options or option))
 
 
+# `Shaping` (verl/trainer/ppo/experience.py) applies them: who changes the order there changes it here
 _SHAPING = "algorithm.reward_shaping."
 STEPS = (
     *(f"{_SHAPING}{step}" for step in ("overlong_buffer", "norm", "scale", "shift", "clip_range", "clip")),

@@ -39,8 +39,10 @@ def resample_probabilities(scores: Tensor, method: str = "pow", weight_pow: floa
         raise ValueError(f"resample: the score of row {row} is {scores[row].item()}. Scores must be finite numbers.")
     if method == "pow":
         largest = scores.abs().max()
+        # over the largest first: |s|^k of large scores would overflow
         weights = (scores.abs() / largest if largest > 0 else torch.ones_like(scores)) ** weight_pow
     elif method == "max_min":
+        # ties all count: with rewards of 0 and 1 every row is at an end, and all are equally likely
         weights = ((scores == scores.max()) | (scores == scores.min())).double()
     elif method == "max_random":
         weights = torch.where(scores == scores.max(), 4.0, 1.0).double()

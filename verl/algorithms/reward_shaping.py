@@ -41,6 +41,7 @@ class Moments(NamedTuple):
     def of(cls, scores: Tensor) -> Moments:
         """Those of one batch of scores."""
         scores = scores.double()
+        # of no scores the mean is NaN, which merging would keep for good: callers pass at least one
         mean = scores.mean().item()
         return cls(len(scores), mean, (scores - mean).square().sum().item())
 
@@ -128,6 +129,7 @@ def centre_and_spread(
             return torch.zeros_like(scores), torch.zeros_like(scores)
         if kind in ("group", "source"):
             groups = Groups(index if kind == "group" else sources, scores.device)
+            # alone, a std of 0 becomes a spread of 1 below: the score stays as it is
             return torch.where(groups.is_alone, 0, groups.mean(scores)), groups.std(scores)
         seen = [Moments.of(scores)] * len(scores) if kind == "batch" else [running[source] for source in sources]
         return scores.new_tensor([one.mean for one in seen]), scores.new_tensor([one.std for one in seen])
@@ -225,8 +227,10 @@ def onto_sampled_tokens(token_level_rewards: Tensor, response_mask: Tensor) -> T
     place = torch.arange(is_own.shape[1], device=is_own.device).expand(is_own.shape)
     # the nearest sampled token at or before each place, -1 where there is none
     before = torch.where(is_own, place, -1).cummax(-1).values
+    # argmax returns the first of equal values; of a row without any it is 0, which `has_own` discards
     first = is_own.byte().argmax(-1, keepdim=True)
     target = torch.where(has_own, torch.where(before < 0, first, before), place)
+    # an indexed assignment would keep one of the rewards that meet at a token, not their sum
     return torch.zeros_like(token_level_rewards).scatter_add(-1, target, token_level_rewards)
 
 
@@ -319,6 +323,7 @@ def cut_at_limit(lengths: Tensor, max_length: int, finish_reasons: Sequence[str]
     """
     if finish_reasons is not None:
         return torch.tensor([reason == "length" for reason in finish_reasons])
+    # a response may end by itself on its last token: only finish reasons tell
     return lengths >= max_length
 
 
@@ -359,4 +364,5 @@ def right_or_short(scores: Tensor, lengths: Tensor, longest: int) -> Tensor:
     Source: the ``error_max_len_clip`` of ROLL.
     """
     require_finite("token_level_scores", scores)
+    # NaN > 0 is False: unchecked, a NaN would leave the loss as if it were a failure
     return (scores > 0) | (lengths.to(scores.device) < longest)

@@ -30,6 +30,7 @@ class ValidTokens:
         self.shape = mask.shape
         mask = mask.long() if mask.dtype == torch.bool else mask
         self.lengths = mask.sum(-1).long()
+        # waits for an accelerator, as does the check for holes below: `valid_tokens` does without this class there
         self.total = int(self.lengths.sum())
 
         # rows without a token have no block; all index arithmetic is by block, 64 times less than by token
@@ -65,6 +66,7 @@ class ValidTokens:
             return out.view(num_rows, width)
         out = flat.new_zeros(num_rows * self.blocks_per_row, BLOCK)
         out.index_copy_(0, self.source, flat.view(-1, BLOCK))
+        # whole blocks were copied, and whatever stood in their gaps
         return self._clear_gaps(out, self.source[self.last]).view(num_rows, -1)[:, :width]
 
     def spread(self, per_row: Tensor) -> Tensor:
@@ -77,11 +79,13 @@ class ValidTokens:
 
     def row_sum(self, flat: Tensor) -> Tensor:
         """Sum each row: (M,) to (B,); differentiable. Gaps must hold zeros."""
+        # inside blocks first: index_add then moves 64 times fewer numbers
         return flat.new_zeros(self.shape[0]).index_add(0, self.row, flat.view(-1, BLOCK).sum(-1))
 
     def row_max(self, flat: Tensor) -> Tensor:
         """The largest of each row, (M,) to (B,), or zero if none is above it. Gaps must hold zeros."""
         largest = flat.view(-1, BLOCK).amax(-1)
+        # the zeros it starts from take part, and are the floor
         return flat.new_zeros(self.shape[0]).scatter_reduce(0, self.row, largest, "amax")
 
     def mean(self, flat: Tensor) -> Tensor:
@@ -90,6 +94,7 @@ class ValidTokens:
 
     def next(self, flat: Tensor) -> Tensor:
         """Give each token the value of the next token of its row, and the last token zero. Gaps must hold zeros."""
+        # a row's first token lands on the last place of the row before it, a token or a gap: that place is set to 0
         following = flat.roll(-1)
         following.view(-1, BLOCK)[self.last, -1] = 0
         return following
@@ -101,6 +106,7 @@ class ValidTokens:
         """
         # a loop over tokens would take thousands of tiny steps; the powers of decay inside a block stay accurate
         blocks = flat.view(-1, BLOCK) @ _decays(BLOCK, decay, flat)
+        # one place more than blocks: the zero to the right of a row's last block
         heads = flat.new_zeros(self.shape[0] * (self.blocks_per_row + 1))
         here = self.row * (self.blocks_per_row + 1) + self.block_in_row
         heads[here] = blocks[:, 0]
@@ -138,10 +144,11 @@ class PaddedTokens:
     def __init__(self, mask: Tensor):
         self.is_valid = mask.bool()
         self.lengths = mask.sum(-1)
-        self.total = self.lengths.sum()
+        self.total = self.lengths.sum()  # a tensor: int() would wait for the device
 
     def pack(self, x: Tensor) -> Tensor:
         """Zero the masked positions; their gradient is zero too, even if they are NaN."""
+        # not x * mask: NaN times 0 is NaN, in the value and in the gradient
         return torch.where(self.is_valid, x, 0)
 
     def repeat(self, per_row: Tensor) -> Tensor:

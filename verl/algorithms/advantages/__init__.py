@@ -44,6 +44,7 @@ from verl.algorithms.registry import import_modules
 
 import_modules(__name__, __path__)
 
+# after the imports: what users register later is not in the enum
 _NAMES = {name.upper(): name for name in ADV_ESTIMATOR_REGISTRY}
 AdvantageEstimator = Enum("AdvantageEstimator", _NAMES, type=str, module=__name__)  # type: ignore[misc]  # no literal
 AdvantageEstimator.__doc__ = """Built-in names: ``GAE``, ``GRPO``, ... Any other registered string will do as well."""

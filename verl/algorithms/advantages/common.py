@@ -64,6 +64,7 @@ class Groups:
     def __init__(self, index: np.ndarray | Tensor | Sequence, device: torch.device):
         ids: dict[Any, int] = {}
         # ids may be strings, numbers or tuples: compared as Python compares them
+        # as Python objects: elements of a tensor hash by identity, so that each would be a group
         index = index.tolist() if hasattr(index, "tolist") else index
         self.group = torch.tensor([ids.setdefault(i, len(ids)) for i in index], dtype=torch.long, device=device)
         self.num_groups = len(ids)
@@ -76,6 +77,7 @@ class Groups:
 
     def std(self, x: Tensor) -> Tensor:
         """Each response's unbiased group std, (B,); zero in a group of one."""
+        # not E[x^2] - mean^2: equal scores must have a std of exactly 0
         return (self.sum((x - self.mean(x)).square()) / (self.sizes - 1).clamp(min=1)).sqrt()
 
     def centred(self, x: Tensor) -> Tensor:
@@ -104,9 +106,11 @@ def for_each_token(per_response: Tensor, rewards: Tensor, response_mask: Tensor)
     return advantages, advantages
 
 
+# one tensor under two names: change neither in place
 def pack_finite(name: str, x: Tensor, tokens: ValidTokens) -> Tensor:
     """(B, R) to the packed (M,), in float32 or better, and finite."""
     flat = tokens.pack(x)
+    # sums over thousands of tokens lose all digits of bf16
     flat = flat if flat.dtype == torch.float64 else flat.float()
     require_finite(name, flat, tokens.row)
     return flat
@@ -120,6 +124,7 @@ def whiten(flat: Tensor, tokens: ValidTokens) -> Tensor:
     mean = flat.sum(dtype=torch.float64) / max(tokens.total, 1)  # over gaps too, which hold zeros
     centred = tokens.clear_gaps(flat - mean)
     variance = centred.square().sum() / max(tokens.total - 1, 1)
+    # epsilon inside the root: where all are equal this is 0 * 1e4, not 0 / 0
     return centred * torch.rsqrt(variance + 1e-8)
 
 
@@ -192,4 +197,5 @@ def find_turns(token_level_rewards: Tensor, response_mask: Tensor) -> Turns:
     here = torch.arange(len(number), device=number.device)
     tokens_left = ((starts + lengths)[number] - 1 - here).clamp(min=0)
     summed = rewards.new_zeros(len(starts)).index_add(0, number, rewards)
+    # a block belongs to one row only, so where a turn starts tells its row
     return Turns(tokens, number, tokens_left, tokens.row[starts // BLOCK], summed)

@@ -81,6 +81,7 @@ def compute_gigpo_outcome_advantage(
     step = to_go - same_state.mean(to_go)  # not `centred`: a turn whose state no other turn has adds nothing
     if mode == "mean_std_norm":
         episode = episode / (groups.scale(scores) + epsilon)
+        # a turn alone in its state: 0 / epsilon
         step = step / (same_state.std(to_go) + epsilon)
     combined = episode_weight * episode[turns.row] + step_weight * step
     advantages = turns.to_tokens(combined.to(token_level_rewards.dtype))
@@ -109,6 +110,7 @@ def anchor_groups(turns: Turns, index: np.ndarray | Sequence, turn_state_ids: Se
     for row, count in enumerate(counts):
         states = turn_state_ids[row]
         given = "no list" if states is None or isinstance(states, str) else f"{len(states)} entries"
+        # a row without a token has no turn, whatever states it brings
         if count and given != f"{count} entries":
             raise ValueError(
                 f"algorithm.adv_estimator=gigpo: {STATE_COLUMN} of row {row} has {given}, and the response has {count} "
@@ -136,6 +138,7 @@ def state_key(state: Any) -> Hashable:
     """
     if isinstance(state, (np.ndarray, Tensor)):
         array = np.asarray(state)
+        # shape and dtype too: the same bytes may be another state
         return ("array", array.shape, array.dtype.str, array.tobytes())
     if isinstance(state, Mapping):
         return ("mapping", frozenset((name, state_key(value)) for name, value in state.items()))

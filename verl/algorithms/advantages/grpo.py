@@ -66,6 +66,7 @@ def compute_grpo_outcome_advantage(
     scores, groups = outcome_scores(token_level_rewards), Groups(index, token_level_rewards.device)
     advantages = groups.centred(scores)
     if norm_adv_by_std_in_grpo:
+        # in place: `centred` returned a tensor of its own
         advantages /= groups.scale(scores) + epsilon
     return for_each_token(advantages, token_level_rewards, response_mask)
 

@@ -48,6 +48,7 @@ def compute_opo_outcome_advantage(
     """
     scores, groups = outcome_scores(token_level_rewards), Groups(index, token_level_rewards.device)
     lengths = (response_mask != 0).sum(-1).to(scores)
+    # a group may have no token at all, where every response was masked
     baseline = groups.sum(lengths * scores) / groups.sum(lengths).clamp(min=1)
     advantages = scores - torch.where(groups.is_alone, 0, baseline)
     return for_each_token(advantages, token_level_rewards, response_mask)

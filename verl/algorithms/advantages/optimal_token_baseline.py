@@ -70,7 +70,9 @@ def compute_optimal_token_baseline_advantage(
         return sums.index_add_(0, block, flat.view(-1, BLOCK)).index_select(0, block).view(-1)
 
     # the sum so far stays in float64: it grows along the response, and its terms do not
+    # gaps hold 1 - 2 exp(0) = -1 until they are cleared
     weight = tokens.prefix_sum(tokens.clear_gaps(energy))
+    # weights are 0 up to the first token whose probability was below 1
     baseline = over_group(weight * returns) / (over_group(weight) + epsilon)
     has_baseline = ~tokens.repeat(groups.is_alone)
     if handle_zero_tail:

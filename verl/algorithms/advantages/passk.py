@@ -56,6 +56,7 @@ def compute_grpo_passk_outcome_advantage(
     is_best[1:] = group[1:] != group[:-1]
     best = ranked[is_best]
     second = ranked[(is_best.nonzero().squeeze(-1) + 1).clamp(max=len(ranked) - 1)]
+    # of a group of one the next row is another group's, or past the end: compared with 0 instead
     runner_up = torch.where(groups.is_alone[best], 0, scores[second])
     advantages = torch.zeros_like(scores)
     advantages[best] = scores[best] - runner_up

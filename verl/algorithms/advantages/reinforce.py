@@ -119,6 +119,7 @@ def compute_step_reinforce_advantage(
     """
     turns = find_turns(token_level_rewards, response_mask)
     distance = torch.arange(response_mask.shape[-1], device=response_mask.device)
+    # a table of powers: one each for R distances, not for every token
     nearness = torch.full_like(distance, gamma, dtype=torch.float64) ** distance
     to_go = turns.to_go(step_gamma)
     returns = turns.tokens.unpack(to_go[turns.number] * nearness.to(to_go.dtype)[turns.tokens_left])

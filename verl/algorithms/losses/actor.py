@@ -87,6 +87,7 @@ class PPOLoss:
             and parameter.name not in LOSS_ARGUMENTS
             and parameter.kind not in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL)
         }
+        # those with a default ride along where the batch has them; the others are in `columns`, and must be there
         self.extra_columns = list(extra)
         if self.weighs_responses and "rollout_is_weights" not in extra:
             key = "difficulty_loss_weight" if config.difficulty_loss_weight else "length_loss_weight"
@@ -146,6 +147,7 @@ class PPOLoss:
     def _with_response_weights(self, batch: Any, gather: Any) -> Any:
         """Add ``response_weights``, from lengths and difficulties of the responses of all ranks."""
         mask = batch.ragged("response_mask")
+        # sampled tokens: the output of a tool makes no response longer
         values = [mask.trim_padding().sum(-1)]
         if self.config.difficulty_loss_weight:
             if "difficulty" not in batch:
@@ -176,6 +178,7 @@ class PPOLoss:
             micro: ``columns``, (b, r) each.
         """
         mask, mode = micro["response_mask"], self.aggregation.mode_of_mean
+        # equal to log pi, so every ratio is exactly 1 and no clip holds
         old = out.log_probs.detach() if self.is_on_policy else micro["old_log_probs"]
         values = (old, out.log_probs, micro["advantages"], mask, mode, self.config)
         if self.arguments:
@@ -235,6 +238,7 @@ def imitation_loss(log_prob: Tensor, token_level_scores: Tensor, response_mask: 
     """
     is_own = response_mask != 0
     scores = torch.where(is_own, token_level_scores, 0).sum(-1, keepdim=True)
+    # `where`, not a product: a masked log-prob may be -inf
     return torch.where(is_own & (scores > 0), -log_prob, 0)
 
 
@@ -292,6 +296,7 @@ def nonfinite_columns(data: Any, columns: Sequence[str]) -> str:
     is_own, found = data.column("response_mask") != 0, []
     for name in columns:
         values = data.column(name)
+        # columns of one number a row have no mask
         bad = ~values.isfinite() & (is_own if values.shape == is_own.shape else True)
         if bad.any():
             found.append(f"{name} in {int(bad.sum())} places, first in row {int(bad.nonzero()[0, 0])}")

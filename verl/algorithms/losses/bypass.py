@@ -40,6 +40,7 @@ def compute_policy_loss_bypass_mode(x: LossInputs) -> TokenLoss:
     options, factors, metrics = x.config.policy_loss.rollout_correction, None, {}
     if options.rejects:
         factors = packed_kept(x, options.rejections, options.rollout_token_veto_threshold)
+        # gaps hold anything: only `is_valid` keeps them out of the share
         metrics["rollout_corr/rollout_rs_masked_fraction"] = x.valid_tokens.mean(x.is_valid * ~factors)
     if options.loss_type == "reinforce":
         losses, clipped, clipped_lower, _, _ = TokenLoss(-x.advantages * x.log_prob)
@@ -94,6 +95,7 @@ def packed_kept(x: LossInputs, rejections: Sequence[tuple[str, float, float | No
     for kind, upper, lower in rejections:
         if kind in LEVELS:
             ratio = packed_ratio(x, kind)
+            # NaN fails both, and is rejected as in `kept_tokens`
             keeps &= (ratio >= lower) & (ratio <= upper)
         else:
             assert kind in DIVERGENCES, kind

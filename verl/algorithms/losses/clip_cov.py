@@ -38,6 +38,7 @@ def choose_clip_cov(old_log_prob: Tensor, log_prob: Tensor, advantages: Tensor, 
     count = min(max(int(options.clip_cov_ratio * len(log_prob)), 1), len(candidates))
     digits = old_log_prob[candidates].float().contiguous().view(torch.int32).long()
     # a hash of the digits in place of a generator, which would depend on the order of tokens
+    # Knuth's multiplier; torch's % has the sign of its divisor, so negative patterns give lots of the same range
     lots = (digits * 2654435761) % (1 << 32)
     return as_mask(candidates[lots.topk(count).indices], log_prob)
 

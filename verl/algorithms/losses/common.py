@@ -38,6 +38,7 @@ def loss_arguments_of(policy_loss: Callable) -> tuple[str, ...]:
     if any(p.kind is p.VAR_KEYWORD for p in parameters):
         return LOSS_ARGUMENTS
     by_position = [p.name for p in parameters if p.kind is not p.KEYWORD_ONLY]
+    # as functions written for releases that passed exactly these, by position
     if len(by_position) == len(LOSS_ARGUMENTS) and by_position[0] not in LOSS_ARGUMENTS:
         return ()
     return tuple(p.name for p in parameters if p.name in LOSS_ARGUMENTS)
@@ -200,6 +201,7 @@ class LossInputs:
 
     def _fraction(self, is_clipped: Tensor | None) -> Tensor:
         return (
+            # gaps are summed too: with a ratio of 1 and A = 0 no bound may hold there
             torch.zeros((), device=self.log_prob.device) if is_clipped is None else self.valid_tokens.mean(is_clipped)
         )
 
@@ -242,6 +244,7 @@ def builtin_policy_loss(
         def policy_loss(*args: Any, **kwargs: Any) -> tuple[Tensor, dict[str, Tensor]]:
             arguments = signature.bind(*args, **kwargs)
             arguments.apply_defaults()
+            # what is no parameter of LossInputs goes into its `columns`
             x = LossInputs(names[0], **arguments.arguments)
             return x.aggregate(equation(x))
 

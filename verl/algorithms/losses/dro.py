@@ -24,5 +24,6 @@ def compute_policy_loss_dro(x: LossInputs) -> TokenLoss:
 
     Source: Richemond et al. 2024 (arXiv:2405.19107).
     """
+    # not `difference`, which is a constant: here the penalty must pull
     distance = x.log_prob - x.old_log_prob
     return TokenLoss(-x.advantages * x.log_prob + x.config.policy_loss.dro_beta / 2 * distance.square())

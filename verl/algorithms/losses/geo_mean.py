@@ -40,6 +40,8 @@ def compute_policy_loss_geo_mean(x: LossInputs) -> TokenLoss:
     ratio = x.row_mean(sign * bounded).clamp(max=20).exp()
     value = x.to_tokens(-x.row_mean(x.advantages) * ratio)
     is_free = bounded == sign * log_ratio
+    # T_i equal losses, each with 1 / T_i of the slope: by log pi_t their sum has the slope `value`.
+    # A token of A = 0 adds 0 to the mean whatever its ratio, and so gets none
     losses = x.with_gradient(value, dloss_dlogp=value * is_free * (sign != 0))
     weights = x.rollout_is_weights
     if weights is not None:

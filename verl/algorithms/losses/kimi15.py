@@ -27,5 +27,6 @@ def compute_policy_loss_kimi15(x: LossInputs) -> TokenLoss:
     """
     # uncut, as its square must pull back whatever the distance
     pull = x.config.policy_loss.kimi15_tau * x.to_tokens(x.row_sum(x.difference))
+    # D holds every token: the derivative of the sum is twice that of the token's own share
     value = -x.advantages * x.log_prob.detach() + pull / 2 * x.difference
     return TokenLoss(x.with_gradient(value, dloss_dlogp=pull - x.advantages))

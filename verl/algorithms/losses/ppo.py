@@ -32,8 +32,10 @@ def clipped_objective(x: LossInputs, low: float, high: float, clip_ratio_c: floa
     pessimistic = torch.maximum(free, bounded)
     most = torch.inf if clip_ratio_c is None else clip_ratio_c
     # a good token's loss is never above zero: for it the dual clip bounds nothing
+    # inf * 0 is NaN where A is 0: `where` leaves it out, and no gradient runs through A
     dual = torch.where(x.advantages < 0, -most * x.advantages, 0)
     value = torch.minimum(pessimistic, dual)
+    # by value: inside the bounds all terms are equal, and a tie keeps its slope
     return TokenLoss(x.with_gradient(value, dloss_dlogp=free * (value == free)), bounded > free, pessimistic > dual)
 
 

@@ -49,6 +49,7 @@ def compute_value_loss(
         error = v - target
         bounded = v if cliprange_value is None else torch.clamp(v, old - cliprange_value, old + cliprange_value)
         clipped_error = bounded - target
+        # strictly: where both are equal the gradient stays
         is_clipped = clipped_error.abs() > error.abs()
         losses = 0.5 * torch.maximum(error.square(), clipped_error.square())
         slope = error * ~is_clipped
