@@ -136,6 +136,7 @@ def run_tests(
     else:
         tasks = [{"stdin": text_of(given)} for given in tests.inputs]
     tasks += [{"check": source} for source in tests.checks]
+    # looser than the limits of the tests within: those end one test, and say which; these end all
     call = fork_server("verl.sandbox.code_runner:run", TOTAL_S, memory_mb=8 * 1024)
     try:
         found = call(code, tasks, asdict(limits), output_kb, total_s, timeout_s=total_s + 10)
@@ -345,9 +346,10 @@ def _wait(pid: int, seconds: float) -> int:
 def _program(
     program: Any, check: Any, test: dict[str, Any], limits: Limits, folder: str, token: str, pipes: tuple[int, int, int]
 ) -> int:
-    """The program's life; its exit status."""
+    """Run the program in this fork, under ``limits``; returns its exit status."""
     out, error, answer = pipes
     given = (
+        # not a pipe: above its 64 KiB this process, which is to become the reader, would wait for itself
         os.memfd_create("stdin") if hasattr(os, "memfd_create") else os.open(f"{folder}/.in", os.O_RDWR | os.O_CREAT)
     )
     with os.fdopen(os.dup(given), "wb") as file:
@@ -362,6 +364,7 @@ def _program(
         stream = open(fd, mode, encoding="utf-8", errors="replace", closefd=False)
         vars(sys).update({name: stream, f"__{name}__": stream})
     sys.argv = ["solution.py"]
+    # a script's `if __name__ == "__main__"` is to run; of a module with a function to call it is not
     space: dict[str, Any] = {"__name__": "__main__" if "stdin" in test else "solution", "__builtins__": __builtins__}
     reply, status = None, 0
     try:

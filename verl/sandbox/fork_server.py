@@ -68,6 +68,7 @@ class ForkServer:
             except (BrokenPipeError, ConnectionResetError):  # killed since the last call
                 self._start()
                 self._send(request)
+            # no second try from here on: the call itself may be what ended the process
             reply = self._receive(timeout_s + GRACE_S)
         if reply is None:
             raise SandboxError(Failure(Outcome.CRASH, f"The process that calls {self.function} has exited."))
@@ -86,6 +87,7 @@ class ForkServer:
     def _start(self) -> None:
         self.close()
         env = {name: os.environ[name] for name in _ENVIRONMENT if name in os.environ}
+        # one OpenMP thread: the threads of a larger team do not survive the fork, and the worker would wait for them
         env |= {"PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path), "OMP_NUM_THREADS": "1"}
         quiet = subprocess.DEVNULL
         self._popen, self._channel = start_child("verl.sandbox.fork_server", env, stdout=quiet, stderr=quiet)
@@ -162,6 +164,7 @@ class _Worker:
         self.pid = os.fork()
         if self.pid == 0:
             try:
+                # or the function could write an answer of its own making to the caller
                 channel_of_server.close()
                 self.channel.close()
                 _serve(call, theirs, memory_mb)
@@ -176,7 +179,7 @@ class _Worker:
             self.channel.settimeout(None)
             self.channel.sendall(framed(request))
             reply = receive(self.channel, timeout_s)
-        except TimeoutError:
+        except TimeoutError:  # before OSError, of which it is a kind
             self.end()
             return _failed(Outcome.TIMEOUT, f"the call took longer than {timeout_s:g} s")
         except OSError:  # it has ended before it read the request

@@ -42,6 +42,7 @@ def start_child(module: str, env: dict[str, str], **pipes: Any) -> tuple[subproc
     channel, theirs = socket.socketpair()
     root = str(Path(__file__).parents[2])
     line = [sys.executable, "-c", _START.format(module), root, str(theirs.fileno())]
+    # closes our copy of the child's end: while it is open no read here sees that the child is gone
     with theirs:
         return subprocess.Popen(line, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()], env=env, **pipes), channel
 
@@ -105,6 +106,7 @@ class FrameReader:
 
 def encode(message: Any) -> bytes:
     """As msgpack; what it has no form for becomes the nearest it has, or its ``repr``."""
+    # surrogatepass: text decoded from broken bytes may hold half characters, which UTF-8 refuses
     return msgpack.packb(_plain(message, 0), default=shown, strict_types=False, unicode_errors="surrogatepass")
 
 
@@ -123,7 +125,9 @@ def _plain(value: Any, depth: int) -> Any:
     if value is None or isinstance(value, (bool, float, str, bytes)):
         return value
     if isinstance(value, int):
+        # msgpack's integers have 64 bits
         return value if -(2**63) <= value < 2**64 else float(value) if abs(value) < 1e308 else str(value)[:300]
+    # a list may hold itself
     if depth > 50:
         return shown(value)
     if isinstance(value, Mapping):

@@ -57,6 +57,7 @@ class Process:
     _forwarded: int = 0
 
     def __post_init__(self):
+        # one order of sets of strings in all processes, or a score could depend on the process
         env, pipe = {"PYTHONHASHSEED": "0", **os.environ}, subprocess.PIPE
         self.popen, self.channel = start_child("verl.sandbox.worker", env, stdout=pipe, stderr=pipe)
         self.channel.setblocking(False)
@@ -78,12 +79,14 @@ class Process:
 
     def write(self) -> None:
         """Send what the channel takes by now."""
+        # a broken pipe is no error here: `read` finds the end of the process, and its outcome
         with contextlib.suppress(BlockingIOError, BrokenPipeError, ConnectionResetError):
             while self.unsent:
                 del self.unsent[: self.channel.send(self.unsent)]
 
     def read(self) -> tuple[list[dict], bool]:
         """Return the messages since the last call, and whether the process is still there."""
+        # before the messages: `_take` starts a new count of output with each, and this is of the calls before it
         self.forward_output()
         messages: list[dict] = []
         is_there = False
@@ -110,6 +113,7 @@ class Process:
                         self.last_words = (self.last_words + data)[-4096:]
                     if self._forwarded <= _FORWARD_UP_TO:
                         stream.write(data.decode("utf-8", "replace"))
+                    # one that prints faster than this reads would never let go of the driver
                     if self._prints_too_much():
                         return
 
@@ -128,6 +132,7 @@ class Process:
         """Return the stack of the process, which it writes on a signal."""
         below = list(descendants(self.popen.pid))
         program = below[1] if len(below) > 1 else None  # after init
+        # before it is ready SIGUSR1 may have no handler yet, and would end it
         if program is None or not self.is_ready:
             return ""
         self.forward_output()
@@ -135,6 +140,7 @@ class Process:
         with contextlib.suppress(OSError):
             os.kill(program, signal.SIGUSR1)
         deadline = time.monotonic() + 0.2
+        # faulthandler writes the innermost frame first: with the worker's own all of the user's are there
         while time.monotonic() < deadline and b"verl/sandbox/worker.py" not in self.last_words:
             time.sleep(0.005)
             self._gather_words()
@@ -285,6 +291,7 @@ class Pool:
             the outcomes of each call, one a response.
         """
         with self._lock:
+            # needs a process that is ready: `_Run` cuts its chunks by whether the function is async
             self.description()
             self._open()
             run = _Run(self, calls, timeout_s, bear)
@@ -335,6 +342,7 @@ class _Run:
                 cause = f"{type(error).__name__}: the arguments cannot be handed to the sandbox: {error}"
                 self.note(number, [Failure(Outcome.RAISED, cause)])
         # chunks: enough of them to keep every process busy to the end, few enough to cost little
+        # an async function gets its share at once: only then are as many calls under way as it may have
         is_async = (pool._description or {}).get("is_async")
         size = max(1, -(-len(packed) // pool.workers) if is_async else min(64, -(-len(packed) // (4 * pool.workers))))
         self.waiting = deque(packed[i : i + size] for i in range(0, len(packed), size))
@@ -394,6 +402,7 @@ class _Run:
                 self._blame(index, excess)
 
     def _take(self, process: Process, message: dict) -> None:
+        # calls of a chunk run one after the other: time and output of the next begin with this answer
         process.since, process.printed = time.monotonic(), 0
         if "ready" in message:
             process.is_ready = True
@@ -436,9 +445,11 @@ class _Run:
         if is_shared:  # each by itself will tell
             self.waiting.extendleft([call] for call in reversed(calls))
             return
+        # calls are made in order, so the first without an answer was running
         guilty, rest = calls[0], calls[1:]
         if rest:
             self.waiting.appendleft(rest)
+        # a thread or timer that an earlier call left behind may have ended it: one more try, in a new process
         may_be_another = failure is None and ended.kind in (Outcome.CRASH, Outcome.EXIT) and had_answered
         if may_be_another and guilty.number not in self.tried_again:
             self.tried_again.add(guilty.number)
@@ -539,6 +550,7 @@ def sandboxed(source: Source, limits: Limits, workers: int, start_timeout_s: flo
         if not path.is_file():
             raise FileNotFoundError(f"No Python file at {source.path!r} (looked for {path}).")
         source = Source(str(path), source.name, source.reward_kwargs)
+        # an edited file gets a new pool: processes keep the module they have imported
         stamp = (path, path.stat().st_mtime_ns, path.stat().st_size)
     key = (stamp, source.name, repr(source.reward_kwargs), limits, workers, repr(options), os.getpid())
     pool = _POOLS.get(key)
@@ -546,6 +558,7 @@ def sandboxed(source: Source, limits: Limits, workers: int, start_timeout_s: flo
         pool = _POOLS[key] = Pool(source, limits, workers, start_timeout_s, **options)
     pool.start_timeout_s = start_timeout_s  # the last to ask decides how long it waits
     _POOLS.move_to_end(key)
+    # not closed here: whoever still holds the pool uses it on, and the last to let go ends its processes
     while len(_POOLS) > _KEPT:
         _POOLS.popitem(last=False)
     return pool

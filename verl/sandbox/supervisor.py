@@ -54,6 +54,7 @@ def descendants(pid: int) -> Iterator[int]:
     waiting = [pid]
     while waiting:
         try:
+            # the kernel lists children by the thread that forked them: every thread of a process is asked
             threads = os.listdir(f"/proc/{waiting[-1]}/task")
         except OSError:
             threads = []
@@ -79,6 +80,7 @@ def kill_all(pids: Iterable[int]) -> None:
             if group not in groups and group != own:
                 groups.add(group)
                 os.killpg(group, signal.SIGKILL)
+            # by itself, too: one that is still in this process's own group was left out above
             os.kill(pid, signal.SIGKILL)
 
 
@@ -94,12 +96,15 @@ class Supervisor:
     def run(self) -> None:
         code = 1
         try:
+            # blocked, so that sigtimedwait takes it: a child that ends between two looks is not missed
             signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD})
+            # default actions: a supervisor that is ended takes init along, by init's death signal (`die_with_parent`)
             for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
                 signal.signal(number, signal.SIG_DFL)
             code = self._watch()
         finally:
             self._sweep()
+            # ends by the signal that ended the program, so that `subprocess` reports it; without a core file of its own
             if code < 0:
                 resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
                 if -code != signal.SIGKILL:
@@ -109,9 +114,11 @@ class Supervisor:
 
     def _watch(self) -> int:
         while True:
+            # first: a program that ended by itself keeps its own outcome, even if a limit was reached meanwhile
             code = self._ended()
             if code is not None:
                 return code
+            # looked up: a death signal would follow the thread that started this, which may end long before the parent
             if os.getppid() != self.parent:
                 return 1
             if self.deadline and time.monotonic() >= self.deadline:
@@ -124,10 +131,11 @@ class Supervisor:
             self._ticks_seen = ticks
 
     def _ended(self) -> int | None:
-        """The return code of the program, if it has ended."""
+        """Return the return code of the program; None while it runs."""
         code = None
         while True:
             try:
+                # any child: as subreaper this process inherits the program's orphans, and must reap them as well
                 pid, status = os.waitpid(-1, os.WNOHANG)
             except ChildProcessError:
                 return code
@@ -141,6 +149,7 @@ class Supervisor:
         if self.limits.processes is None and self.limits.memory_mb is None:
             return None
         below = list(descendants(self.child))
+        # the program counts, init does not
         inside = len(below) + (not self.child_is_init)
         if self.limits.processes is not None and inside > self.limits.processes:
             return Outcome.PROCESSES
@@ -169,6 +178,7 @@ def _ticks(pid: int) -> int:
     """Processor time of a process so far, in clock ticks."""
     try:
         with open(f"/proc/{pid}/stat") as file:
+            # the name before it may hold spaces and parentheses; behind it fields 11 and 12 are user and system time
             fields = file.read().rpartition(")")[2].split()
         return int(fields[11]) + int(fields[12])
     except (OSError, IndexError):
@@ -200,7 +210,7 @@ def _wait_for_child(seconds: float) -> None:
 
 
 def reap_until_end_of(program: int, status: int) -> None:
-    """The life of init: reap the orphans, and tell the supervisor how the program ended."""
+    """Reap orphans as init until the program ends; write its wait status, an int32, to ``status``. Never returns."""
     try:
         while True:
             pid, code = os.waitpid(-1, 0)
@@ -252,6 +262,7 @@ def own_proc() -> None:
     if not unshare(_CLONE_NEWNS):
         return
     libc = ctypes.CDLL(None, use_errno=True)
+    # slave first: where / is shared, as under systemd, the new /proc would appear in the whole system
     if libc.mount(None, b"/", None, _MS_REC | _MS_SLAVE, None) == 0:
         libc.mount(b"proc", b"/proc", b"proc", _MS_NOSUID_NODEV_NOEXEC, None)
 
@@ -272,9 +283,11 @@ def status_of_self(field: str) -> str:
 
 def drop_capabilities() -> None:
     """Give up what a new user namespace brings: now, and for every program started later."""
+    # the bounding set first, while there still is the capability to change it
     for capability in range(_LAST_CAP + 1):
         _prctl(_PR_CAPBSET_DROP, capability)
     libc = ctypes.CDLL(None, use_errno=True)
+    # version 3 of the interface, this process; two words each of effective, permitted and inheritable ones
     libc.capset(struct.pack("=Ii", 0x20080522, 0), struct.pack("=6I", *[0] * 6))
 
 
@@ -326,6 +339,7 @@ def command(limits: Limits, program: Sequence[str]) -> list[str]:
     For ``subprocess.Popen``, with its pipes, folder and environment; then :func:`outcome_of` or :func:`end`.
     """
     root = str(Path(__file__).parents[2])
+    # -S: no site-packages, for a quick start; so what `launch` imports must be the standard library alone
     return [sys.executable, "-I", "-S", "-c", _LAUNCH, root, json.dumps(asdict(limits)), *program]
 
 
@@ -349,6 +363,7 @@ def enter(limits: Limits, processes: bool = True) -> tuple[str, ...]:
         in words, what this system does not grant; empty on a usual Linux.
     """
     parent = os.getppid()
+    # setsid raises in a process that leads a session already, as one started with start_new_session does
     if os.getpid() != os.getsid(0):
         os.setsid()
     missing, has_user, has_pids, has_no_network = [], False, False, False
@@ -367,6 +382,7 @@ def enter(limits: Limits, processes: bool = True) -> tuple[str, ...]:
     if not limits.network and not has_no_network:
         missing.append("a network namespace: the network is not cut")
     status = os.pipe()
+    # after `unshare`, which moves no process but the next child: that becomes pid 1 of the namespace
     child = os.fork()
     if child:
         os.close(status[1])
@@ -375,10 +391,12 @@ def enter(limits: Limits, processes: bool = True) -> tuple[str, ...]:
     die_with_parent()
     if has_pids:
         own_proc()
+        # pid 1 ignores signals of its own namespace that it does not handle, abort() included: the program is another
         program = os.fork()
         if program:
             reap_until_end_of(program, status[1])
         die_with_parent()
+    # or the program could report an end of its own making
     os.close(status[1])
     os.setsid()  # a signal to its own group stays below the supervisor
     _set_limits(limits, has_user)
@@ -403,6 +421,7 @@ def end(process: subprocess.Popen, patience_s: float = 5.0) -> int:
         subprocess.TimeoutExpired: the kernel has not let go of it within ``patience_s``.
     """
     if process.poll() is None:
+        # listed before the first is killed: once a parent is gone its children hang elsewhere
         kill_all([process.pid, *descendants(process.pid)])
     return process.wait(patience_s)
 
@@ -420,6 +439,7 @@ def _set_limits(limits: Limits, has_user: bool) -> None:
     _lower(resource.RLIMIT_CORE, 0)
     if limits.cpu_s is not None:
         seconds = max(1, int(-(-limits.cpu_s // 1)))
+        # SIGXCPU first, by which `outcome_of` knows the cause; 2 s later SIGKILL, which cannot be caught
         _lower(resource.RLIMIT_CPU, seconds, above=2)
     if limits.memory_mb is not None:  # of mappings, DATA counts what can be written to: a reservation costs nothing
         kind = resource.RLIMIT_DATA if sys.platform == "linux" else resource.RLIMIT_AS

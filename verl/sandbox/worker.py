@@ -32,6 +32,7 @@ def main() -> None:
         return
     setup = pickle.loads(payload)
     limits: Limits = setup["limits"]
+    # of the process only; the pool watches clock and output of each call, `_prepare` limits its CPU seconds
     missing = enter(Limits(None, None, limits.memory_mb, None, limits.processes, limits.network))
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1)
@@ -59,6 +60,7 @@ class Worker:
         self.loop: asyncio.AbstractEventLoop | None = None
 
     def send(self, message: Any) -> None:
+        # before the answer: `Process.read` takes output that is there by then for that of this call
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(OSError, ValueError, AttributeError):  # the function may have closed it
                 stream.flush()
@@ -90,17 +92,20 @@ class Worker:
 
     def _prepare(self, call: bytes) -> None:
         """Have each call find the same process, whichever calls came before it."""
+        # of the pickled arguments: a call draws the same numbers in whichever process, after whichever calls
         seed = zlib.crc32(call)
         random.seed(seed)
         if (numpy := sys.modules.get("numpy.random")) is not None:
             numpy.seed(seed)
         if self.limits.cpu_s is not None:
+            # counted from the start of the process, while the limit is of one call; soft, so that it can be raised
             used = resource.getrusage(resource.RUSAGE_SELF)
             seconds = math.ceil(used.ru_utime + used.ru_stime + self.limits.cpu_s)
             resource.setrlimit(resource.RLIMIT_CPU, (seconds, resource.getrlimit(resource.RLIMIT_CPU)[1]))
 
     def _answer(self, number: int, outcomes: list[Scored | Failure]) -> None:
         with contextlib.suppress(OSError):
+            # where the next call expects to be
             os.chdir(self.folder)
         message = {"number": number, "outcomes": [_written(outcome) for outcome in outcomes]}
         try:
