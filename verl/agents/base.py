@@ -87,6 +87,7 @@ class AgentLoopBase(ABC):
         self.tokenizer = tokenizer
         self.processor = processor
         self.options = kwargs
+        # raises outside of a running loop: agent loops are made by the task that runs them
         self.loop = asyncio.get_running_loop()
 
     @classmethod
@@ -142,6 +143,7 @@ def load_agent_loops(path: str) -> None:
         TypeError: an entry's class is no AgentLoopBase.
     """
     if path.endswith(".py"):
+        # its `register` decorators run as it is imported
         load_module_from_file(path)
         return
     from omegaconf import OmegaConf
@@ -158,6 +160,7 @@ def load_agent_loops(path: str) -> None:
         cls = load_extern_type(file, target) if file else load_class_from_fqn(target, "_target_")
         if not (isinstance(cls, type) and issubclass(cls, AgentLoopBase)):
             raise TypeError(f"{path}: {target} of agent loop {name!r} is no subclass of verl.agents.AgentLoopBase.")
+        # over one of the same name: a user may replace a built-in loop
         _LOOPS[name] = partial(cls, **options)
 
 

@@ -237,6 +237,7 @@ class AgentLoopManager:
         path = Path(self.config.trainer.default_local_dir).expanduser().absolute() / SERVERS_FILE
         path.parent.mkdir(parents=True, exist_ok=True)
         part = path.with_suffix(".part")
+        # the mode below counts only where the file is made: one left there may be readable to all
         part.unlink(missing_ok=True)
         content = {"base_urls": [f"{address}/v1" for address in self.addresses], "api_key": token, "model": "policy"}
         with os.fdopen(os.open(part, os.O_CREAT | os.O_WRONLY, 0o600), "w") as file:
@@ -310,7 +311,9 @@ class AgentLoopManager:
         start = time.perf_counter()
         result = self._run(work())
         seconds = time.perf_counter() - start
+        # not in a finally: after a failure the workers may be gone, and `_run` knows which failures they survive
         self.worker_group.stop_serving()
+        # the slowest rank's: requests begin when all ranks are ready
         return result, {"generate_sequences": seconds, "reshard": max(timing["reshard"] for timing in timings)}
 
     def _sampling(self, prompts: DataProto) -> SamplingParams:
@@ -337,6 +340,7 @@ class AgentLoopManager:
         self, number: int, row: dict[str, Any], seed: int, sampling: SamplingParams, client: Any = None
     ) -> AgentLoopOutput:
         name = row.get("agent_name") or self.rollout.agent.default_agent_loop
+        # the batch's number in the name: row 3 of the next batch is another conversation
         servers = AsyncLLMServerManager(client or self.client, seed, name=f"{self._batches}.{number}")
         try:
             loop = agent_loop(name)(
@@ -358,6 +362,7 @@ class AgentLoopManager:
             "rollout_version": servers.last and servers.last.version,
             "rollout_seconds": servers.seconds,
         }
+        # a loop's own values win: it may call the servers in ways that are not measured here
         output.extra_fields = {**measured, **output.extra_fields}
         output.metrics = {"generate_sequences": servers.seconds, **output.seconds}
         return output
@@ -400,6 +405,7 @@ class AgentLoopManager:
         if self._loop.is_closed():
             return
         self.servers_file.unlink(missing_ok=True)
+        # in the loop that opened its connections, and so before that stops
         asyncio.run_coroutine_threadsafe(self.client.close(), self._loop).result(timeout=10)
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(timeout=10)

@@ -131,6 +131,7 @@ def begin(final: Path) -> tuple[Path, bool]:
         final.parent.mkdir(parents=True, exist_ok=True)
     staged, leads = final.with_name(f"{final.name}.partial"), leads_its_disk(final.parent)
     if leads:
+        # left by a save that was cut off
         shutil.rmtree(staged, ignore_errors=True)
         staged.mkdir()
     barrier()
@@ -154,6 +155,7 @@ def leads_its_disk(folder: Path, group: dist.ProcessGroup | None = None) -> bool
     barrier()
     if is_node_leader():
         (folder / token).unlink()
+    # leaders that share this disk see the same tokens there, so they agree on the first of them
     return bool(seen) and seen[0] == get_rank()
 
 
@@ -254,6 +256,7 @@ class CheckpointManager:
         if place.rank == 0:  # ranks on other nodes write their shards; the model folder is written once
             generates = self.engine.spec.head == "lm"
             write_config(self.engine.module, huggingface, dtype, self.tokenizer, generates)
+        # here even in_background: gathering weights is collective, and in a thread would meet collectives of training
         if "hf_model" in self.save_contents:
             write_safetensors(self.engine.weights(dtype), huggingface, is_writer=place.rank == 0)
         if getattr(self.engine, "has_adapter", False):
@@ -267,6 +270,7 @@ class CheckpointManager:
             self._together(write)
             self._together(partial(self._publish, staged, final) if is_publisher else None)
             logger.info("saved step %s to %s", global_step, final)
+            # old folders go after the new one has its name: a run killed in between has one too many, and never none
             self._saved = [path for path in self._saved if path != final] + [final]
             if max_to_keep and max_to_keep > 0:
                 old, self._saved = self._saved[:-max_to_keep], self._saved[-max_to_keep:]
@@ -294,6 +298,7 @@ class CheckpointManager:
                 work()
         except Exception as problem:
             error = problem
+        # on failure as well: a rank that raised before it would leave the others waiting here
         errors = all_gather_objects(None if error is None else str(error), self._group)
         if error is not None:
             raise error
@@ -349,6 +354,7 @@ class CheckpointManager:
                 )
             state["model"] = self.engine.pretrained_state(source)
         self.engine.load_state(state)
+        # before the barrier, behind which the folder may be deleted
         remark = self._how_it_was_read(folder, parts)
         barrier()
         if del_after and is_node_leader():
@@ -365,6 +371,7 @@ class CheckpointManager:
             extra = rank_files.open_file(folder / rank_files.file_name(part, size, 0))
             return {**extra, "rng": new_random_state(extra["rng"], place.rank, place.world_size, self.engine.device)}
         layout = self.engine.layout
+        # cut alike: each rank reads its own file alone; else each maps all files, and joins one tensor at a time
         if size == place.world_size and layout is not None and layout == rank_files.saved_layout(folder):
             return rank_files.open_file(own)
         ranks = [rank_files.open_file(path, mmap=True) for path in rank_files.files_of_all_ranks(folder, part)]

@@ -187,8 +187,10 @@ def full_disk_is_said(path: Path, needed: int) -> Iterator[None]:
 
 def _says_full(error: BaseException | None) -> bool:
     while error is not None:
+        # safetensors writes in Rust, whose text for ENOSPC is all that comes through
         if getattr(error, "errno", None) in _FULL or "(os error 28)" in str(error):
             return True
+        # a writer may raise another while it closes the file: the first is its context
         error = error.__context__
     return False
 

@@ -65,6 +65,7 @@ def load_rows(path: Path) -> tuple[DataProto, dict[str, Any]]:
         layout = layouts.setdefault(same, Layout(starts, lengths, width))  # columns of one window share theirs
         ragged[name] = Ragged(tensors[f"{name}/values"], layout, column["fill"])
     for name, array in about["objects"].items():
+        # row by row: numpy would make a matrix of values that are lists of one length
         objects[name] = np.empty(len(array["values"]), dtype=array["dtype"])
         for row, value in enumerate(array["values"]):
             objects[name][row] = _restored(value, tensors)
@@ -117,6 +118,7 @@ def _plain_column(name: str, array: np.ndarray, tensors: dict[str, Tensor]) -> l
 
 def _plain(value: Any, place: str, tensors: dict[str, Tensor]) -> Any:
     """A value in JSON; tensors, and images as the bytes of PNG files, go to ``tensors``."""
+    # exactly these types: a subclass would come back as its base
     if value is None or type(value) in (str, int, float, bool):
         return value
     if isinstance(value, Tensor):
@@ -135,6 +137,7 @@ def _plain(value: Any, place: str, tensors: dict[str, Tensor]) -> Any:
 
 
 def _put(tensor: Tensor, place: str, tensors: dict[str, Tensor]) -> str:
+    # with every entry the count grows, so the name is new
     tensors[name := f"{place}/{len(tensors)}"] = tensor
     return name
 
@@ -152,5 +155,6 @@ def _restored(value: Any, tensors: Mapping[str, Tensor]) -> Any:
     if _IMAGE in value:
         from PIL import Image
 
+        # PNG only: the file chooses no other decoder; copied, since an opened image reads its pixels later
         return Image.open(io.BytesIO(tensors[value[_IMAGE]].numpy().tobytes()), formats=["PNG"]).copy()
     return {key: _restored(item, tensors) for key, item in value.items()}

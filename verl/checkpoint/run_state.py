@@ -228,6 +228,7 @@ def newest_step(root: str) -> int | None:
 def _download(source: str, local_root: str, step: int) -> Path:
     """The folder of a step of the store, copied whole into ``local_root`` unless it is there."""
     folder = step_folder(local_root, step).absolute()
+    # an earlier start of this run may have copied it
     if not folder.exists():
         partial = folder.with_name(folder.name + ".partial")
         shutil.rmtree(partial, ignore_errors=True)
@@ -303,6 +304,7 @@ class RunCheckpoints:
         step, savers = self.unfinished, self.in_background(groups)
         if step is None or not wait and any(flag for group in savers for flag in group.is_saving()):
             return
+        # before anything can raise: a save that failed is not waited for, or marked complete, later
         self.unfinished = None
         for group in savers:
             group.finish_saving()
@@ -334,6 +336,7 @@ class RunCheckpoints:
         policy, critic = self.config.actor_rollout_ref, self.config.critic
         sections = {"actor": (policy.actor, policy.model), "critic": (critic, critic.model)}
         remarks = []
+        # all of them before the first is loaded: loading takes minutes
         for name in groups:
             section, model = sections[name]
             has_adapter = model.lora_rank > 0
@@ -349,6 +352,7 @@ class RunCheckpoints:
         Args:
             steps: those its run had saved; they count as this run's if it writes into the same folder.
         """
+        # those of another run's folder are not this one's to delete
         if folder.parent.resolve() == self.folder(0).parent.resolve():
             self.steps = list(steps)
         self.last = folder

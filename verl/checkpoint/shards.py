@@ -52,6 +52,7 @@ def join(pieces: Sequence[Piece | None], name: str = "tensor") -> Any:
         ValueError: if the pieces overlap, leave a gap, or are of different tensors.
     """
     held: list[tuple[int, Any]] = [(rank, piece) for rank, piece in enumerate(pieces) if piece is not None]
+    # there is one: `Joined` asks for names that some rank has
     first = held[0][1]
     if is_flat(first):
         return _join_flat(held, name)
@@ -100,10 +101,12 @@ def slice_of_rank(tensor: DTensor, rank: int) -> tuple[slice, ...]:
     found = (mesh == rank).nonzero()
     if len(found) != 1:
         raise ValueError(f"rank {rank} is not in the mesh {mesh.tolist()} its tensor was saved with")
+    # axes of the mesh from left to right: where two cut one dimension, the second cuts the part of the first
     starts, sizes = [0] * tensor.dim(), list(tensor.shape)
     for axis, (placement, where) in enumerate(zip(tensor.placements, found[0].tolist(), strict=True)):
         if isinstance(placement, Replicate):
             continue
+        # exactly Shard: _StridedShard, a subclass of it in some releases of torch, interleaves its parts
         if type(placement) is not Shard:
             raise ValueError(
                 f"a tensor is laid out as {placement} on its mesh, and only Shard and Replicate can be joined: "
@@ -208,6 +211,7 @@ def share_like(own: Tensor, whole: Any) -> Any:
     if not isinstance(own, DTensor) or not is_whole or whole.shape != own.shape or whole.dim() == 0:
         return whole
     part = whole[slice_of_rank(own, dist.get_rank())].clone().to(own.device)
+    # with shape and stride: from_local takes all slices for equally long, and the last may be shorter
     return DTensor.from_local(
         part, own.device_mesh, own.placements, run_check=False, shape=own.shape, stride=own.stride()
     )
@@ -230,6 +234,7 @@ class FromRankZero(Mapping[str, Tensor]):
 
     def __init__(self, tensors: Mapping[str, Tensor] | None) -> None:
         self._tensors = dict(tensors or {}) if get_rank() == 0 else {}
+        # of all names at once, so that every rank knows what there is before it asks
         metadata = [{name: (tensor.shape, tensor.dtype) for name, tensor in self._tensors.items()}]
         if get_world_size() > 1:
             dist.broadcast_object_list(metadata, src=0)

@@ -85,6 +85,7 @@ def find_checkpoint(run: str, role: str = "actor", step: int | None = None) -> t
         root, steps = folder.parent, {_step_of(folder): folder}
     else:
         root, steps = folder, {_step_of(found): found for found in folder.glob("global_step_*")}
+    # without global_step_N.partial and the like, copies that were cut off, of which `_step_of` gives -1
     steps = {number: found for number, found in sorted(steps.items()) if number >= 0 and (found / role).is_dir()}
     if step is not None and step not in steps:
         there = ", ".join(map(str, steps)) or "none"
@@ -95,6 +96,7 @@ def find_checkpoint(run: str, role: str = "actor", step: int | None = None) -> t
     tracker = root / "latest_checkpointed_iteration.txt"
     newest = tracker.read_text().strip() if tracker.exists() else ""
     complete = int(newest) if newest.isdigit() and folder == root else max(steps)  # a newer one is still being written
+    # no step up to the tracker's may be left, where folders were deleted: then the newest there is
     chosen = step if step is not None else max((number for number in steps if number <= complete), default=max(steps))
     name = f"merged_step_{chosen}" if role == "actor" else f"merged_{role}_step_{chosen}"
     return str(steps[chosen] / role), str(root / name)

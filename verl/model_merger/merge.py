@@ -97,6 +97,7 @@ def merged_weights(source: Source, dtype: torch.dtype) -> Iterator[tuple[str, Te
     """
     ranks = [open_file(path, mmap=True) for path in files_of_all_ranks(source.local_dir, "model")]
     saved = Joined([{plain_name(name): piece for name, piece in rank.items()} for rank in ranks])
+    # by name alone: looking at a tensor would join it
     if any(".lora_A." in name for name in saved):
         model, named = _with_adapter(source, saved)
     else:
@@ -106,6 +107,7 @@ def merged_weights(source: Source, dtype: torch.dtype) -> Iterator[tuple[str, Te
 
 
 def _without_adapter(source: Source, saved: Mapping[str, Tensor]) -> tuple[nn.Module, Iterator[tuple[str, Tensor]]]:
+    # on the meta device: names and shapes, no memory
     model = empty_model(source.spec())
     duplicates = tied_duplicates(model)
     own = {plain_name(name): tensor for name, tensor in model.state_dict().items() if name not in duplicates}
@@ -161,6 +163,7 @@ class TensorInfo(NamedTuple):
 
 def tensor_info(tensor: Tensor) -> TensorInfo:
     """Return shape, dtype and CRC-32 of a tensor."""
+    # as bytes: numpy knows no bfloat16
     raw = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
     return TensorInfo(tuple(tensor.shape), tensor.dtype, zlib.crc32(raw.numpy().data))
 
@@ -192,6 +195,7 @@ def merge(source: Source, target_dir: str | os.PathLike, dtype: torch.dtype | No
             yield name, tensor
 
     write_safetensors(recorded(), staged)
+    # before it has its name, so that a damaged one is never found under it
     _check(staged, written)
     adapter = source.local_dir / "lora_adapter"
     if adapter.is_dir():
@@ -229,6 +233,7 @@ def _put_in_place(staged: Path, target: Path) -> None:
     for path in target.iterdir():  # weights of an earlier merge would be read together with these
         if is_weight_file(path):
             path.unlink()
+    # os.replace moves each file: both folders lie on one disk
     shutil.copytree(staged, target, dirs_exist_ok=True, copy_function=os.replace)
     shutil.rmtree(staged)
 
@@ -258,6 +263,7 @@ def _difference(name: str, ours: Tensor, theirs: Tensor) -> list[str]:
     rounding = max(torch.finfo(dtype).eps for dtype in (ours.dtype, theirs.dtype))
     ours, theirs = ours.float(), theirs.float()
     allowed = rounding * theirs.abs().max() if theirs.numel() else 0.0
+    # numbers near 0 have no relative precision: for them an eighth of a rounding of the largest
     if torch.allclose(ours, theirs, rtol=2 * rounding, atol=float(allowed) / 8, equal_nan=True):
         return []
     return [f"{name}: numbers differ by up to {(ours - theirs).abs().max():.3g}"]
