@@ -1,6 +1,6 @@
 """From a loss per token to one number, and what that number was divided by.
 
-Knows the five ``loss_agg_mode``s; knows no loss.
+Holds the five ``loss_agg_mode``s; independent of the loss.
 """
 
 from collections.abc import Callable

@@ -1,7 +1,7 @@
 """Rollout correction: mismatch of rollout engine and trainer, importance weights, rejection of tokens.
 
 A sampler's mu and the trainer's pi_old are meant to be one policy. Other kernels, fewer bits or older weights make them
-two. Pure functions on (B, R) tensors; know no config and no loss. Results are constants: no gradient runs through.
+two. Pure functions on (B, R) tensors, independent of config and loss. Results are constants: no gradient runs through.
 
 Letters: d_it = log pi_old(y_it) - log mu(y_it), T_i unmasked tokens of response i.
 """
@@ -24,8 +24,8 @@ def importance_ratio(old_log_prob: Tensor, rollout_log_prob: Tensor, response_ma
     """Importance ratio: how many times likelier a token is under the trainer's policy than under the rollout engine's.
 
         token      r_it = exp(d_it)
-        sequence   r_it = exp(sum_t d_it)               the same for all tokens of response i: unbiased, wild
-        geometric  r_it = exp(1 / T_i sum_t d_it)       likewise: their geometric mean, tame whatever the length
+        sequence   r_it = exp(sum_t d_it)               the same for all tokens of response i: unbiased, high variance
+        geometric  r_it = exp(1 / T_i sum_t d_it)       likewise: their geometric mean, of one size at any length
 
     The exponent is cut at +-20. Masked tokens are in no sum.
 
@@ -111,8 +111,9 @@ def importance_weights(
         truncate  w = min(max(r, lower), upper)             lower null: no lower bound
         mask      w = r if lower <= r <= upper, else 0      lower null: 1 / upper
 
-    Truncation trades a bias for bounded variance (Ionides 2008); ``mask`` (IcePop) lets tokens the two disagree about
-    teach nothing. A token of weight 0 is still counted where losses are averaged; ``kept_tokens`` does not count it.
+    Truncation trades a bias for bounded variance (Ionides 2008); ``mask`` (IcePop) takes the gradient of
+    tokens the two disagree about. A token of weight 0 is still counted where losses are averaged; ``kept_tokens`` does
+    not count it.
 
     ``normalise`` divides by the mean weight, of tokens or, at the other levels, of responses: bounds first. A batch
     whose weights are all 0 stays so.

@@ -1,8 +1,8 @@
 """Registry: the name a user writes in the config -> the thing that does it.
 
 One small class serves advantages, policy losses, KL estimators, aggregation modes, and whatever else is chosen by
-name. Each built-in thing comes with its documentation, ``About``, from which docs/algorithms.md is made. Knows nothing
-of what it holds.
+name. Each built-in thing comes with its documentation, ``About``, from which docs/algorithms.md is made. It is
+independent of what it holds.
 """
 
 import difflib
@@ -38,7 +38,7 @@ class About:
     """Keys of the config that it reads, spaces between them, ``section.{a,b}`` for two of one section. ``actor.`` is
     short for ``actor_rollout_ref.actor.``"""
     setting: str = ""
-    """Of a further row: the options that make the same name something else."""
+    """Options that make the same name something else, of its further rows."""
 
 
 def import_modules(package: str, path: Iterable[str]) -> None:
@@ -105,7 +105,7 @@ class Registry(MutableMapping[str, T]):
         """Return the thing registered as ``name``, or the function of a file.
 
         Raises:
-            UnknownName: nobody registered it; the message lists the known names and the nearest one.
+            UnknownName: it is not registered; the message lists the known names and the nearest one.
             ValueError: there is no such function in the file.
         """
         name = _plain(name)
@@ -207,7 +207,7 @@ def load_user_function(key: str, name: str, check: Callable[[Callable], str | No
 
 CONTROLS: Registry[Callable] = Registry("a control", "@CONTROLS.register(option)")
 """Option of the config -> function, for the documentation: equation, source and test of each in one record. Nothing is
-looked up here when a run starts, callers know their functions."""
+looked up here when a run starts, callers call their functions directly."""
 
 
 def control(

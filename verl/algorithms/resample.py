@@ -1,6 +1,6 @@
 """Policy filtration (PF-PPO): rows resampled by their scores.
 
-Works on scores alone; knows no prompts, no tokens.
+Works on scores alone: no prompts, no tokens.
 """
 
 import torch

@@ -5,7 +5,7 @@ Pure functions on scores (B,) and token rewards (B, R), in the order a step appl
     score -> overlong penalty -> normalise -> scale, shift -> clip -> tokens -> KL in the reward -> clip
           -> whiten rewards -> sample masks -> estimator -> whiten advantages -> clip advantages
 
-Knows numbers, prompt ids and data sources; knows no batch, no config and no model.
+Takes numbers, prompt ids and data sources; independent of batch, config and model.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ class Moments(NamedTuple):
 
     @classmethod
     def of(cls, scores: Tensor) -> Moments:
-        """Those of one batch of scores."""
+        """Return the moments of one batch of scores (B,)."""
         scores = scores.double()
         # of no scores the mean is NaN, which merging would keep for good: callers pass at least one
         mean = scores.mean().item()
         return cls(len(scores), mean, (scores - mean).square().sum().item())
 
     def merge(self, other: Moments) -> Moments:
-        """Those of both together. With d the difference of the means,
+        """Return the moments of both together. With d the difference of the means,
 
             mean = mean_a + d n_b / n,      m2 = m2_a + m2_b + d^2 n_a n_b / n
 

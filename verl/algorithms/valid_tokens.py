@@ -5,7 +5,7 @@ tokens of each row side by side (holes left by tool output close up) and the row
 a multiple of ``BLOCK``; the gaps this leaves hold zeros. Elementwise formulas then run on the flat vector as they are
 written in a paper, and "the next token" is the next position.
 
-Knows masks and arithmetic; knows no algorithm.
+Masks and arithmetic only; independent of the algorithms.
 """
 
 import torch
@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 BLOCK = 64
-"""Tokens per block: long enough for matrix products to pay, short enough to waste little on the ends of rows."""
+"""Tokens per block: long enough for efficient matrix products, short enough to waste little on the ends of rows."""
 
 PADDED_BELOW = 1 << 16
 """Masks with fewer positions than this stay padded: packing would cost more than it saves."""
@@ -74,7 +74,7 @@ class ValidTokens:
         return self.unpack(self.repeat(per_row))
 
     def repeat(self, per_row: Tensor) -> Tensor:
-        """The same, packed: (B,) to (M,)."""
+        """Give every token its row's number, packed: (B,) to (M,), zero in gaps."""
         return self.clear_gaps(per_row[self.row].unsqueeze(-1).repeat(1, BLOCK).view(-1))
 
     def row_sum(self, flat: Tensor) -> Tensor:
@@ -139,7 +139,7 @@ class ValidTokens:
 
 
 class PaddedTokens:
-    """The same interface for small masks, and on accelerators, where a count would synchronise: (B, R) stays."""
+    """The interface of ``ValidTokens`` with (B, R) kept: for small masks, and for accelerators, where counts wait."""
 
     def __init__(self, mask: Tensor):
         self.is_valid = mask.bool()

@@ -27,12 +27,14 @@ def check_reward_model(config: Any, tokenizer: Any) -> None:
         reward_class(model.path, model_config)
     except ValueError as error:
         raise ValueError(f"reward_model.{error}") from None
+    # None: no safetensors files to read it from, which is no reason to refuse
     if stores_head(spec.folder) is False:
         raise ValueError(
             f"{key} holds no weights of a head with one output among its {len(stored_shapes(spec.folder))} tensors: "
             "its scores would be random. Name a checkpoint of a trained reward model."
         )
     if model.input_tokenizer:
+        # texts are tokenised anew: the checks behind this one are about the policy's token ids and lengths
         judge = hf_tokenizer(model.path, trust_remote_code=model.trust_remote_code)
         if not judge.chat_template:
             raise ValueError(
@@ -42,6 +44,7 @@ def check_reward_model(config: Any, tokenizer: Any) -> None:
             )
         return
     text = model_config.get_text_config()
+    # len(), since `tokenizer.vocab_size` leaves added tokens out
     if text.vocab_size < len(tokenizer):
         raise ValueError(
             f"{key} knows {text.vocab_size} tokens and the policy {len(tokenizer)}: with "
@@ -75,6 +78,7 @@ def check_texts(batch: DataProto) -> None:
 
 def is_judged(batch: DataProto) -> bool:
     """Whether the reward model scores these validation rows: ``reward_model.style`` of the first is ``model``."""
+    # the first row is enough: validation batches are split `by_style` before
     return bool(_styles(batch)[0])
 
 
@@ -94,6 +98,7 @@ def judge_metrics(batch: DataProto) -> dict[str, float]:
     scores = batch.ragged("rm_scores").trim_padding().sum(-1)
     metrics = {
         "reward_model/score/mean": scores.mean().item(),
+        # correction=0: of one row the std is 0, not NaN
         "reward_model/score/std": scores.std(correction=0).item(),
         "reward_model/score/max": scores.max().item(),
         "reward_model/score/min": scores.min().item(),

@@ -1,6 +1,6 @@
 """Shared by estimators: their registry, groups of responses, scores, whitening, and the refusal of NaN.
 
-Knows (B, R) tensors and prompt ids; knows no estimator.
+On (B, R) tensors and prompt ids; nothing here depends on an estimator.
 """
 
 import inspect

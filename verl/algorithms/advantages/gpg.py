@@ -1,4 +1,4 @@
-"""GPG: the group's mean as the baseline, scaled by the share of responses that teach."""
+"""GPG: the group's mean as the baseline, scaled by the share of responses with a gradient."""
 
 from typing import Any
 

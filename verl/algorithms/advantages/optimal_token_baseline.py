@@ -100,7 +100,7 @@ def compute_multi_turn_optimal_token_baseline_advantage(
     handle_zero_tail: bool = True,
     epsilon: float = 1e-8,
 ) -> tuple[Tensor, Tensor]:
-    """The optimal token baseline of responses with tool output: the t-th token the policy itself said meets the t-th.
+    """The optimal token baseline of responses with tool output: the t-th sampled token is compared with the t-th.
 
         A_it = G_it - (sum_(j in G) W_jt G_jt) / (sum_(j in G) W_jt),      t counts the ones of ``response_mask``
 

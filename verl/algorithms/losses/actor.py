@@ -3,7 +3,7 @@
 An engine calls ``loss(outputs, micro)``, multiplies by ``weight(micro) / sum of weights`` over the micro-batches of all
 ranks, and adds up: the result, and so the gradient, does not depend on how the mini-batch was split. The metrics of
 ``averaged_as_loss`` are means of the same kind, all others (clip fractions, ``ppo_kl``, a user's own) means over
-tokens. Knows columns and config sections; knows no model and no engine.
+tokens. Reads columns and the config section; independent of model and engine.
 """
 
 from __future__ import annotations

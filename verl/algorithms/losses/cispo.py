@@ -14,7 +14,7 @@ from verl.algorithms.registry import About
     ),
 )
 def compute_policy_loss_cispo(x: LossInputs) -> TokenLoss:
-    """Cap the importance weight, but let every token teach: PPO's clip silences rare tokens that matter.
+    """Cap the importance weight and keep the gradient of every token: PPO's clip removes that of rare tokens.
 
         l_t = -sg[clip(w, 1 - clip_low, 1 + clip_high)] A log pi
 

@@ -1,6 +1,6 @@
 """Shared by policy losses: the registry, their inputs, and the way from token losses to one number.
 
-Knows flat tokens and aggregation; knows no particular loss.
+On flat tokens; nothing here depends on a particular loss.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ class LossInputs:
     Only ``log_prob`` (log pi) is differentiable. Constants are ``old_log_prob`` (log pi_old), ``advantages`` (A),
     ``rollout_is_weights`` (None without), ``difference`` (log w as it is), ``log_ratio`` (log w within +-20),
     ``ratio`` (w), ``is_valid`` (False in gaps of the layout), and ``columns``, what the loss asked for besides, None
-    where an optional one is missing. Gaps hold zeros; ``valid_tokens`` knows which row a token is of.
+    where an optional one is missing. Gaps hold zeros; ``valid_tokens`` has the row of each token.
 
     Args:
         old_log_prob, log_prob, advantages, rollout_is_weights, columns: (B, R) float; values at masked positions have

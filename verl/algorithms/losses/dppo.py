@@ -17,7 +17,7 @@ from verl.algorithms.registry import About
     ),
 )
 def compute_policy_loss_dppo_tv(x: LossInputs) -> TokenLoss:
-    """Stop a token once its *probability* moved far, not its ratio: a rare token doubles for nothing.
+    """Drop the gradient of a token once its *probability* moved far, not its ratio: rare tokens double at small moves.
 
         l_t = -sg[M min(w, clip_ratio_c)] A log pi
         M = 0 where A > 0 and pi - pi_old > clip_high, or A <= 0 and pi_old - pi > clip_low; else 1
@@ -42,7 +42,7 @@ def compute_policy_loss_dppo_tv(x: LossInputs) -> TokenLoss:
     ),
 )
 def compute_policy_loss_dppo_kl(x: LossInputs) -> TokenLoss:
-    """Stop a token once the KL divergence of "this token or another" moved far, and in the direction it is pushed.
+    """Drop the gradient of a token once the KL of "this token or another" moved far in the direction it is pushed.
 
         D = pi_old log(pi_old / pi) + (1 - pi_old) log((1 - pi_old) / (1 - pi))
         l_t = -sg[M min(w, clip_ratio_c)] A log pi

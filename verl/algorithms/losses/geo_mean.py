@@ -17,7 +17,7 @@ from verl.algorithms.registry import About
     loss_agg_mode="seq-mean-token-mean",
 )
 def compute_policy_loss_geo_mean(x: LossInputs) -> TokenLoss:
-    """Weigh a response by the geometric mean of its clipped ratios, which one wild token cannot carry away (GMPO).
+    """Weigh a response by the geometric mean of its clipped ratios, in which one extreme token counts 1 / T_i (GMPO).
 
     With A_i the response's mean advantage and s = sign(A_it),
 
@@ -27,7 +27,8 @@ def compute_policy_loss_geo_mean(x: LossInputs) -> TokenLoss:
     log-ratio; the paper uses 0.4 on both sides.
 
     Importance weights rho join in the same way, as verl has it: l_it is multiplied by exp(1/T_i sum_t log rho_it), so
-    that one wild weight cannot carry a response away either. A weight of 0 (``rollout_is_mode=mask``) counts as 1e-10.
+    that one extreme weight does not decide for its response either. A weight of 0 (``rollout_is_mode=mask``) counts as
+    1e-10.
 
     Published with ``loss_agg_mode=seq-mean-token-mean``. verl means over rows whatever the option says; here the
     option decides.

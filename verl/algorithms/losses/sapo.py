@@ -17,7 +17,7 @@ from verl.algorithms.registry import About
     loss_agg_mode="seq-mean-token-mean",
 )
 def compute_policy_loss_sapo(x: LossInputs) -> TokenLoss:
-    """Fade a token out as its ratio leaves 1, instead of cutting it off.
+    """Reduce the gradient of a token smoothly as its ratio leaves 1, instead of clipping it.
 
         l_t = -f(w) A,      f(w) = 4 / tau sigmoid(tau (w - 1)),      tau = tau_pos if A > 0 else tau_neg
 

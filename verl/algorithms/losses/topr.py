@@ -17,7 +17,7 @@ from verl.algorithms.registry import About
     columns=("token_level_scores",),
 )
 def compute_policy_loss_topr(x: LossInputs) -> TokenLoss:
-    """Learn from successes as they are, and from failures only as far as the policy would still commit them.
+    """Weigh successes fully, and failures by how likely the policy still is to sample them.
 
         score_i > 0:   l_t = -topr_pos_weight A log pi
         score_i <= 0:  l_t = -topr_neg_weight sg[clip(rho, 0, 1)] A log pi

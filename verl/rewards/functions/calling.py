@@ -36,7 +36,7 @@ PARAMETERS = ("data_source", "solution_str", "ground_truth", "extra_info")
 """Names of the arguments of a function that scores one response."""
 
 BATCH_PARAMETERS = tuple(f"{name}s" for name in PARAMETERS)
-"""The same of ``reward_model.reward_manager=batch``, each with a list."""
+"""Names of the arguments, each a list, of a function for ``reward_model.reward_manager=batch``."""
 
 MANAGERS_OWN = ("on_error", "max_errors", "max_concurrent", "num_processes", "max_resp_len", "overlong_buffer_cfg")
 """Entries of ``reward_model.reward_kwargs`` that managers keep; the others go to every call of the function."""
@@ -85,11 +85,13 @@ def call(
         return _call_batch(function, len(samples), {**in_columns(samples), **extra})
     arguments = [arguments_of(function, sample, extra) for sample in samples]
     if isinstance(function, SandboxedFunction):
+        # the first failure ends the trial: the calls after it are `NotCalled`
         return function.rows(arguments, bear=0)
     outcomes: list[Scored | Failure | NotCalled] = []
     for args, kwargs in arguments:
         try:
             outcomes.append(scored(awaited(function(*args, **kwargs))))
+        # SystemExit is no Exception, and a function that calls sys.exit must not end the driver
         except (Exception, SystemExit) as error:
             return [*outcomes, Failure.of(error), *[NotCalled()] * (len(samples) - len(outcomes) - 1)]
     return outcomes
@@ -138,6 +140,7 @@ def arguments_of(
     """Positional and named arguments of a call about a sample: by name, or by place where the names do not fit."""
     by_name = {**dict.fromkeys(PARAMETERS), **reward_kwargs}
     if _mismatch(function, (), by_name) and not _mismatch(function, PARAMETERS, reward_kwargs):
+        # the fields of Sample stand in the order of PARAMETERS
         return tuple(vars(sample).values()), dict(reward_kwargs)
     return (), {**vars(sample), **reward_kwargs}
 
@@ -171,6 +174,7 @@ def check_signature(
 
 
 def signature_of_function(function: RawRewardFn) -> inspect.Signature | None:
+    # below partials: their keywords are added to the call in `_mismatch` and `check_signature`
     while isinstance(function, functools.partial):
         function = function.func
     try:
@@ -196,6 +200,7 @@ def awaited(result: Any) -> Any:
     if inspect.isawaitable(result):
         [result] = gather_awaitables([result], 1)
         if isinstance(result, Exception):
+            # `gather_awaitables` returns an exception in the place of its result
             raise result
     return result
 
@@ -216,6 +221,7 @@ class BySource:
         self.functions, self.default = dict(functions), default
 
     def function_for(self, data_source: Any) -> RawRewardFn:
+        # fnmatchcase: fnmatch would fold case on some systems, and data sources differ by it
         for pattern, function in self.functions.items():
             if fnmatch.fnmatchcase(str(data_source), pattern):
                 return function
@@ -245,6 +251,7 @@ class BySource:
 def functions_of(function: RawRewardFn) -> list[RawRewardFn]:
     """The functions there are to call, each once."""
     if isinstance(function, BySource):
+        # by identity: several patterns may share a function, which starts and is checked once
         return list({id(one): one for one in (*function.functions.values(), function.default)}.values())
     return [function]
 
@@ -319,6 +326,7 @@ def reward_function(
         for key, source in unique.items():
             function = load_extern_type(source.path, source.name)
             functions[key] = functools.partial(function, **source.reward_kwargs) if source.reward_kwargs else function
+    # pop: what is left are the patterns alone
     default = functions[repr(sources.pop(None))]
     if sources:
         return BySource({pattern: functions[repr(source)] for pattern, source in sources.items()}, default)
@@ -333,6 +341,7 @@ def _sources(config: Any) -> dict[str | None, Source]:
     sources: dict[str | None, Source] = {}
     for pattern, place in convert_to_regular_types(config.reward_model.get("by_source", None) or {}).items():
         if built_in_rule(place) is not None:
+            # the rule is in `score_as` of `built_in_options`: all patterns share these processes
             sources[pattern] = built_in
             continue
         if not isinstance(place, str) or not (place.endswith(".py") or split_file_name(place)):
@@ -359,6 +368,7 @@ def _pool(config: Any, source: Source, workers: int | None = None, start_timeout
     workers = workers or options.workers
     if workers is None:
         manager = config.reward_model.get("reward_manager", None)
+        # a user's function sees its samples in order in one process, since it may keep state between calls
         is_shared = manager == "prime" or source.path == BUILT_IN and manager != "batch"
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         workers = min(8, cores) if is_shared else 1

@@ -30,6 +30,7 @@ _SOLUTIONS = ("solution", "answer", "one_solution", "reference", "canonical_solu
 _ANSWERS = ("solution_text_format", "answer", "target", "expected_answer")
 """Names under which a ground truth that is a mapping holds its answer."""
 
+# lambdas where a form has braces of its own, which str.format would read as a field
 FORMS: dict[str, Callable[[str], str]] = {
     "answer": "{}".format,
     "#### answer": "So the answer is\n#### {}".format,
@@ -56,6 +57,7 @@ def known_good_responses(ground_truth: Any, extra_info: Any) -> dict[str, str]:
                 found["prompt + canonical_solution"] = FORMS["```python answer```"](info["prompt"] + text)
     for answer in filter(str.strip, _answers(ground_truth)):
         for form, write in FORMS.items():
+            # the likeliest answer comes first, and keeps the form
             found.setdefault(form, write(answer))
     return found
 
@@ -71,6 +73,7 @@ _WRAPPED = {
 def _answers(ground_truth: Any) -> Iterator[str]:
     """Texts that a ground truth may mean, the likeliest first."""
     if hasattr(ground_truth, "tolist"):
+        # of parquet, lists arrive as arrays
         ground_truth = ground_truth.tolist()
     if isinstance(ground_truth, str):
         parsed = _parsed(ground_truth)
@@ -123,25 +126,25 @@ class Trial:
 
     data_source: str
     rows: int
-    """In the files."""
+    """Rows of this data source in the files."""
     form: str | None = None
     """Form of the right answers; None: the rows do not say what would be right."""
     known_good: list[float] = field(default_factory=list)
-    """Of right answers."""
+    """Scores of right answers."""
     known_bad: list[float] = field(default_factory=list)
-    """Of texts that answer nothing."""
+    """Scores of texts that answer nothing."""
     other: list[float] = field(default_factory=list)
-    """Of the right answers of other rows."""
+    """Scores of the right answers of other rows."""
     unrelated: list[float] = field(default_factory=list)
-    """Of texts of several kinds, where the rows do not say what would be right."""
+    """Scores of texts of several kinds, where the rows do not say what would be right."""
     low_known_good: list[str] = field(default_factory=list)
     """Rows whose right answer did not score high."""
     error: str | None = None
     """Row, cause and kind of the failure that ended the trial."""
     kind: Outcome | None = None
-    """Of that failure."""
+    """Outcome of that failure."""
     story: str = ""
-    """Of that failure, in lines: the function with its file, its frames, the row, the response, the goal."""
+    """Report on that failure, in lines: the function with its file, its frames, the row, the response, the goal."""
     has_no_scorer: bool = False
     """Whether the built-in rules do not know the data source."""
     tried: int = 0
@@ -179,6 +182,7 @@ class Trial:
             )
         wrong = {"an answer that says nothing": self.known_bad, "the right answer of another row": self.other}
         for kind, scores in wrong.items():
+            # a constant score has been reported above, and once is enough
             if self.known_good and scores and mean(scores) > LOW and self.constant is None:
                 warnings.append(f"{name}: {kind} scores {mean(scores):.3f} on average.")
         if self.is_cut:
@@ -232,18 +236,21 @@ def _score_rows(rows: Sequence[TrialRow], found: Trial, calls: "_Calls") -> None
     begin = time.monotonic()
     calls.scores([(0, KNOWN_BAD[-1])])  # by itself: it tells how long a call takes, and may import what it needs
     if time.monotonic() - begin > calls.seconds:
+        # a slow first call may have been an import, and is not on the clock: the second one is
         calls.scores([(0, KNOWN_BAD[0])])
     known_good = [known_good_responses(row.ground_truth, row.extra_info) for row in rows]
     form = _best_form(known_good[:_TRIED], calls)
     last: tuple[str, str] | None = None
     for i, (row, responses) in enumerate(zip(rows, known_good, strict=True)):
         right, truth = responses.get(form) if form else None, repr(row.ground_truth)
+        # the right answer of another row must score low, unless both rows have the same
         swapped = last[1] if right is not None and last is not None and last[0] != truth else None
         texts = [*KNOWN_BAD, *(UNRELATED if form is None else ()), right, swapped]
         scores = calls.scores([(i, text) for text in texts if text is not None])
         found.known_bad += scores[: len(KNOWN_BAD)]
         rest = scores[len(KNOWN_BAD) :]
         if swapped is not None:
+            # texts end with the right and the swapped answer: taken from the end
             found.other.append(rest.pop())
         if right is None:
             found.unrelated += rest
@@ -298,6 +305,7 @@ class _Calls:
             raise _Over
         rows = [self.rows[i] for i, _ in new]
         samples = [
+            # with the key that `RuleRewardManager.read` adds: a function may read it
             Sample(row.data_source, text, row.ground_truth, {"num_turns": None, **row.extra_info})
             for row, (_, text) in zip(rows, new, strict=True)
         ]
@@ -306,11 +314,13 @@ class _Calls:
             self.function, samples, is_batch=self.is_batch, timeout_s=timeout_s, reward_kwargs=self.reward_kwargs
         )
         if is_first:
+            # the clock starts behind the first call, which may import for seconds
             self.begin = time.monotonic()
         self.found.calls += sum(not isinstance(outcome, NotCalled) for outcome in outcomes)
         for row, sample, outcome in zip(rows, samples, outcomes, strict=True):
             if isinstance(outcome, Failure):
                 cause = outcome.cause.splitlines()[0]
+                # by its text: a failure comes out of a sandbox without the class of its error
                 is_unknown = outcome.kind is Outcome.RAISED and "UnknownDataSource" in cause.partition(":")[0]
                 self.found.has_no_scorer = is_built_in(self.function) and is_unknown
                 self.found.kind, self.found.error = outcome.kind, f"{row.where}: {cause} [{outcome.kind.value}]"

@@ -85,6 +85,7 @@ class PrimeRewardManager(NaiveRewardManager):
     def call(self, function: RawRewardFn, samples: list[Sample]) -> list[Any]:
         if isinstance(function, SandboxedFunction):
             return super().call(function, samples)
+        # taken here: within the lambda super() would take the sample for self
         naive = super().call
         with ThreadPoolExecutor(self.num_processes) as threads:
             return [result for [result] in threads.map(lambda sample: naive(function, [sample]), samples)]
@@ -129,6 +130,7 @@ class DAPORewardManager(NaiveRewardManager):
         if not self.buffer.get("enable"):
             return rewards, columns
         responses, factor = data.ragged("responses"), self.buffer.get("penalty_factor", 1.0)
+        # the whole response, tool output included: that is what the limit counts
         penalty = overlong_penalty(responses.layout.lengths, self.max_resp_len, self.buffer["len"], factor)
         # a sample without a score gets 0, or is left out: it pays nothing
         failed = columns.get(REWARD_ERROR_KEY) or [0.0] * len(rewards)

@@ -87,6 +87,7 @@ def register(name: str) -> Callable[[type], type]:
 
     def enter(cls: type) -> type:
         known = REWARD_MANAGER_REGISTRY.get(name)
+        # by name and not identity: a file that is loaded twice makes the same class twice
         if known is not None and (known.__module__, known.__qualname__) != (cls.__module__, cls.__qualname__):
             raise ValueError(
                 f"Reward manager name {name!r} belongs to {known.__module__}.{known.__qualname__}: register "
@@ -229,6 +230,7 @@ class RuleRewardManager(AbstractRewardManager):
                     '{"style": "rule", "ground_truth": ...} into the data file; it may be empty.'
                 )
             info = infos[i] if isinstance(infos[i], Mapping) else {}
+            # a copy: a function that writes into it must not change the batch
             samples.append(Sample(source, text, goal["ground_truth"], {**info, "num_turns": turns[i]}))
         return samples
 
@@ -248,11 +250,14 @@ class RuleRewardManager(AbstractRewardManager):
             scores.append(result.score if isinstance(result, Scored) else 0.0)
             for name, value in (isinstance(result, Scored) and result.columns or {}).items():
                 columns.setdefault(name, [None] * len(samples))[i] = value
+        # not in validation: a mean in the place of a failure would be reported as a score
         if self.on_error != "zero_and_count" and failures and not data.meta_info.get("validate"):
             scores = self._filled_in(scores, failures)
         if "score" in columns:
+            # with what failures got: the column must agree with the rewards
             columns["score"] = list(scores)
         if self.max_errors != 0:
+            # without a failure, too: the metric `reward/errors` must not come and go
             columns[REWARD_ERROR_KEY] = [float(i in failures) for i in range(len(samples))]
             kinds = [failures[i].kind.value if i in failures else None for i in range(len(samples))]
             columns[REWARD_ERROR_KIND_KEY] = kinds
@@ -354,6 +359,7 @@ class SlowCallWatch:
         self._caller = threading.get_ident()
 
     def __enter__(self) -> "SlowCallWatch":
+        # daemon: a function that never returns must not keep the process alive through its watch
         threading.Thread(target=self._look, name="verl-reward-watch", daemon=True).start()
         return self
 
@@ -372,6 +378,7 @@ class SlowCallWatch:
     def _look(self) -> None:
         while not self._over.wait(self.every_s):
             now = time.monotonic()
+            # a copy: other threads begin and end calls meanwhile
             late = sorted((since, key) for key, since in self._since.copy().items() if now - since >= self.every_s)
             if late:
                 since, key = late[0]

@@ -65,6 +65,7 @@ def load_reward_manager(
     """
     section = config.reward_model
     model = (config.get("actor_rollout_ref", None) or {}).get("model", None) or {}
+    # first: importing it may register the manager that is named below
     import_users_modules(model.get("external_lib", None))
     manager_cls = reward_manager_class(config)
     kwargs = {**convert_to_regular_types(section.get("reward_kwargs", None) or {}), **reward_kwargs}
@@ -72,6 +73,7 @@ def load_reward_manager(
         value = section.get(name, default)
         value = default if value is None else value
         if _takes(manager_cls, name):
+            # an entry of reward_kwargs wins over the section's option
             kwargs.setdefault(name, value)
         elif value != default:
             logger.warning(
@@ -155,6 +157,7 @@ def _as_task(*args: Any, **kwargs: Any) -> Any:
     return ray.remote(num_cpus=1)(compute_reward_async).remote(*args, **kwargs)
 
 
+# an attribute, not a decorator of Ray's: importing this module must not import Ray
 vars(compute_reward_async)["remote"] = _as_task
 
 

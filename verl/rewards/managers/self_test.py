@@ -115,6 +115,7 @@ def try_reward_function(config: Any, reward_fn: Any, dataset: Any) -> Report | N
     if section.self_test == "off" or section.enable or not isinstance(reward_fn, RuleRewardManager):
         return None
     rows = [dataset[i] for i in range(min(SELF_TEST_ROWS, len(dataset)))]
+    # a manager with a `read` of its own may need other columns
     if rows and isinstance(rows[0], Mapping) and type(reward_fn).read is RuleRewardManager.read:
         reward_fn.check_columns(rows[0])
     report = self_test(

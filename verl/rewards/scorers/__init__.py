@@ -96,6 +96,7 @@ def unknown(data_source: str) -> UnknownDataSource:
 
 def _entry(data_source: str) -> str | None:
     path = SOURCES.get(data_source)
+    # an empty cell of a CSV is NaN: an unknown source, not an AttributeError
     if path is not None or not isinstance(data_source, str):
         return path
     # the longest pattern is the most particular
@@ -175,12 +176,14 @@ def built_in_options(reward_model: Any) -> dict[str, Any]:
     options: dict[str, Any] = {}
     if fusion.get("url"):
         options = {"sandbox_fusion_url": fusion["url"], "max_concurrent": fusion.get("max_concurrent")}
+    # only what is not the default: the dict is part of the key by which processes are shared
     if fusion.get("memory_limit_mb", MEMORY_MB) != MEMORY_MB:
         options["memory_limit_mb"] = fusion["memory_limit_mb"]
     if judge.get("url"):
         options["judge"] = convert_to_regular_types(judge)
     places = convert_to_regular_types(reward_model.get("by_source", None) or {})
     rules = {pattern: rule for pattern, place in places.items() if (rule := built_in_rule(place)) is not None}
+    # an empty rule (`builtin` alone) stays beside others, since the first pattern that fits is taken
     return {**options, "score_as": rules} if any(rules.values()) else options
 
 

@@ -73,9 +73,11 @@ def compute_score_of_asserts(
         tests = Tests(checks=(f"{gold['test']}\ncheck({name})\n",))
         if isinstance(prompt, str):
             code = continued(prompt, code, name)
+    # len(), since parquet gives arrays, which have no truth value
     elif gold.get("test_list") is not None and len(gold["test_list"]):
         before = "\n".join([*gold.get("test_imports", ()), gold.get("test_setup_code") or ""])
         checks = tuple(f"{before}\n{check}" for check in gold["test_list"])
+        # all or nothing: one process for all assertions instead of one each
         tests = Tests(checks=checks if continuous else ("\n".join(checks),))
     elif "test_list" not in gold and ("inputs" in gold or "assert_case" in gold):
         tests = read_tests(gold)

@@ -5,6 +5,7 @@ import re
 _ANSWER_WINDOW = 300
 """Characters at the end of a response in which the answer is looked for: a regex over a long response is slow."""
 
+# a full stop behind the number is taken for part of it: `#### 18.` is not 18
 _MARKED = re.compile(r"#### (-?[0-9.,]+)")
 _NUMBER = re.compile(r"-?[0-9.,]+")
 
@@ -33,4 +34,5 @@ def compute_score(
     answer = extract_solution(solution_str, method)
     if answer is None:
         return 0.0
+    # as text: 18.00 is not 18
     return score if answer == str(ground_truth) else format_score

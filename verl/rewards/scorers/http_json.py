@@ -50,6 +50,7 @@ def post(
         try:
             with urllib.request.urlopen(request, timeout=timeout_s) as answer:
                 return json.load(answer)
+        # the order matters: HTTPError is a URLError, and both that and TimeoutError are OSErrors
         except urllib.error.HTTPError as error:
             text = error.read(500).decode(errors="replace")
             failure = ServiceError("refused", f"{url} answered {error.code} {error.reason}: {text}")
@@ -72,6 +73,7 @@ def post(
 
 
 def _seconds(text: str | None) -> float:
+    # a Retry-After that is a date counts as none: our own pause stays
     return min(float(text), LONGEST_PAUSE_S) if text and text.replace(".", "", 1).isdigit() else 0.0
 
 
@@ -82,6 +84,7 @@ def slot(name: str, count: int) -> Iterator[None]:
     Held by a file lock, so that the place of a process that was killed is free again.
     """
     while True:
+        # in random order: from 0 on, all processes would try the same locks one after the other
         for number in random.sample(range(count), count):
             file = open(_lock_file(f"{name} {number}"), "a+")
             try:
@@ -98,6 +101,7 @@ def slot(name: str, count: int) -> Iterator[None]:
 def pace(name: str, per_minute: float) -> None:
     """Wait until it is this caller's turn, turns being given to all processes of this machine at an even pace."""
     # the next free turn stands in a file that all processes lock, so that the pace is that of the machine
+    # "a+" and not "w+", which would empty the file before the lock is held
     with open(_lock_file(f"{name} turns"), "a+") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         file.seek(0)
@@ -110,6 +114,7 @@ def pace(name: str, per_minute: float) -> None:
 
 
 def _lock_file(name: str) -> Path:
+    # a folder for each user: lock files of another could not be opened
     folder = Path(tempfile.gettempdir()) / f"verl-slots-{os.getuid()}"
     folder.mkdir(mode=0o700, exist_ok=True)
     return folder / hashlib.sha256(name.encode()).hexdigest()[:24]

@@ -44,6 +44,7 @@ def follows(response: str, instruction: str, kwargs: Mapping[str, Any] | None = 
             f"instruction_id={instruction!r} is not known.{nearest_name(instruction, CHECKS)} "
             f"Known are {', '.join(CHECKS)}."
         )
+    # parquet has one struct for the arguments of all instructions: None is another one's
     given = {name: value for name, value in (kwargs or {}).items() if value is not None}
     return bool(response.strip()) and check(response, **given)
 
@@ -152,6 +153,7 @@ def is_in_language(text: str, language: str) -> bool:
         return (language == "ja") == any(_script(character) in _JAPANESE for character in text)
     if script != "LATIN" and list(SCRIPTS.values()).count(script) == 1:
         return True
+    # the cheap look first: rows in English then need no langdetect
     return language == "en" and _looks_english(text) or _detect(text, language)
 
 
@@ -183,6 +185,7 @@ def _detect(text: str, language: str) -> bool:
         )
     import langdetect
 
+    # it samples: without a seed one text may be two languages
     langdetect.DetectorFactory.seed = 0
     try:
         return langdetect.detect(text) == language
@@ -208,6 +211,7 @@ def words(text: str) -> list[str]:
 def count_sentences(text: str) -> int:
     """Pieces that end in a full stop, a question or an exclamation mark, or with the paragraph."""
     text = _ABBREVIATION.sub(lambda found: found[0].replace(".", ""), text)
+    # numbers of a list end in a full stop and are no sentences
     text = re.sub(r"^\s*\d+\.\s", "", text, flags=re.MULTILINE)
     pieces = (piece for paragraph in re.split(r"\n\s*\n", text) for piece in _END.split(paragraph))
     return sum(re.search(r"\w", piece) is not None for piece in pieces)
@@ -266,6 +270,7 @@ def is_two_responses(response: str) -> bool:
 
 
 CHECKS: dict[str, Callable[..., bool]] = {
+    # IFEval finds keywords within words, too, but forbids whole words only
     "keywords:existence": lambda response, keywords: all(word.lower() in response.lower() for word in keywords),
     "keywords:forbidden_words": lambda response, forbidden_words: (
         not any(re.search(rf"(?<!\w){re.escape(word)}(?!\w)", response, re.IGNORECASE) for word in forbidden_words)
@@ -277,6 +282,7 @@ CHECKS: dict[str, Callable[..., bool]] = {
         response.lower().count(letter.lower()), let_relation, let_frequency
     ),
     "language:response_language": lambda response, language: is_in_language(response, language),
+    # not `words`: IFEval counts runs of \w+, so that "don't" is two
     "length_constraints:number_words": lambda response, num_words, relation="at least": compares(
         len(re.findall(r"\w+", response)), relation, num_words
     ),

@@ -114,6 +114,7 @@ class Judge:
             "ground_truth": ground_truth if isinstance(ground_truth, str) else excerpt(ground_truth, 4000),
             "data_source": data_source,
         }
+        # values are not formatted again: braces in a response do no harm
         return self.template.format(**values)
 
     def read(self, text: str) -> float:
@@ -138,11 +139,13 @@ class Judge:
 
     def _send(self, body: dict[str, Any]) -> str:
         config = self.config
+        # read at each request: the key stands in no config, cache file or pickle
         key = os.environ.get(config.api_key_env)
         headers = {"Authorization": f"Bearer {key}"} if key else {}
         url = config.url.rstrip("/")
         url = url if url.endswith("/chat/completions") else f"{url}/chat/completions"
         try:
+            # the place first, then the turn, which would be past by the time a place is free
             with slot(url, config.max_concurrent):
                 if config.requests_per_minute:
                     pace(url, config.requests_per_minute)
@@ -179,6 +182,7 @@ def _judge(settings: str, pid: int) -> Judge:
 def _template(prompt: str | None) -> str:
     """The text of a prompt that is given as text or as the path of a file."""
     text = prompt or DEFAULT_PROMPT
+    # a prompt has a placeholder, a path has no brace
     if "{" not in text and Path(text).expanduser().is_file():
         text = Path(text).expanduser().read_text(encoding="utf-8")
     unknown = _placeholders(text) - set(PLACEHOLDERS)

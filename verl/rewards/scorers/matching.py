@@ -80,6 +80,7 @@ _WORD_UNIT = re.compile(
     r"([-+]?[\d.,]*\d|[-+]?[\d.,]*\\frac\{-?\d+\}\{-?\d+\}|[-+]?\d+/\d+)\s*(?:\s|(?<=\d)(?=[a-z]{2}))\s*"
     r"((?:[a-zA-Z][a-zA-Z.]+|(?<=\s)[mgsLhNJW])(?:[ /][a-zA-Z.]+)*(?:\s*\^\s*\{?\d\}?)?)"
 )
+# words of formulas that would otherwise be split off as units
 _NO_UNITS = {"pi", "or", "and", "sqrt", "sin", "cos", "tan", "log", "ln", "mod", "exp", "to", "infty"}
 _THOUSANDS = re.compile(r"[-+]?\d{1,3}(?:(?:,|\{,\}|,\\!)\d{3})+(?:\.\d+)?")
 _ASSIGNED = re.compile(r"[a-zA-Z](?:_\{?\w+\}?)?(?:=(?!=)|\\in(?![a-zA-Z]))")
@@ -88,6 +89,7 @@ _NUMBER = re.compile(
     r"(?P<sign>[-+]?)(?:"
     r"(?P<whole>\d+)?\\frac\{(?P<over>-?\d+)\}\{(?P<under>-?\d+)\}"
     r"|(?P<a>-?\d*\.?\d+|\d+\.)/(?P<b>-?\d+)"
+    # three digits of exponent: an exact 10^(10^9) would fill the memory
     r"|(?P<decimal>\d+\.?\d*|\.\d+)(?:(?:e|\\(?:times|cdot)10\^)\{?(?P<exponent>[-+]?\d{1,3})\}?)?"
     r")",
     re.IGNORECASE,
@@ -117,10 +119,12 @@ def normalise(answer: str) -> Answer:
     text = _BARE_FRACTION.sub(lambda found: f"\\frac{_braced(found[1])}{_braced(found[2])}", text)
     text = _BARE_ROOT.sub(r"\\sqrt{\1}", text)
     text = _DEGREES.sub("", text)
+    # currency and percent signs go, the minus before a dollar sign stays
     text = re.sub(r"^[-+]?\\?\$|\\%|%|\\\$|(?<=\d)\$", lambda found: found[0][:1] if found[0][0] in "+-" else "", text)
     text, unit = _split_unit(text.strip())
     was_wrapped = _WRAPPED.search(text) is not None
     text = _WRAPPED.sub(r"\1", text).strip()
+    # before spaces are taken out, which words keep
     if is_words(text, was_wrapped):
         return Answer(re.sub(r"[\s.]+", " ", text.strip("() .")).strip().lower(), unit, True)
     text = re.sub(r"\s+", "", _PI.sub(r"\\pi", text.replace("−", "-").replace("∞", "\\infty")))
@@ -163,6 +167,7 @@ def to_number(text: str) -> Fraction | None:
 def _strip(text: str) -> str:
     """Without the mathematics delimiters, spaces and full stops around it."""
     before = None
+    # until nothing changes: delimiters stand within each other, as in **$7$.**
     while before != text:
         before = text
         text = text.strip().rstrip(".,;:").strip()
@@ -186,6 +191,7 @@ def _split_unit(text: str) -> tuple[str, str]:
 
 
 def _unit(text: str) -> str:
+    # the s of a plural goes; so `s` for seconds is no unit, and compared with nothing
     return re.sub(r"[\s.{}]+", "", text).lower().replace("squared", "^2").removesuffix("s")
 
 
@@ -197,13 +203,13 @@ def _braced(text: str) -> str:
 
 
 SECONDS = 5.0
-"""Of one comparison by algebra."""
+"""Seconds of one comparison by algebra."""
 
 MAX_LENGTH = 400
 """Characters of an answer that is looked at by algebra."""
 
 MAX_DEPTH = 20
-"""Brackets within each other, likewise."""
+"""Brackets within each other in an answer that is looked at by algebra."""
 
 _OPENING, _CLOSING = "([{", ")]}"
 _MATRIX = re.compile(r"\\begin\{[pbBvV]?matrix\}(.*)\\end\{[pbBvV]?matrix\}", re.DOTALL)
@@ -211,6 +217,7 @@ _TOWER = re.compile(r"\^\{?\(?\d+\)?\s*\^|\^\{?\d{4,}|\d!|\*\*")
 _SEPARATOR = re.compile(r"(?:,|;)?(?:\\text\{\s*(?:and|or)\s*\}|(?<![a-zA-Z\\])(?:and|or)(?![a-zA-Z]))")
 
 
+# the responses to a prompt repeat each other's answers; a comparison that timed out is kept as unequal
 @lru_cache(maxsize=1 << 16)
 def is_equal(answer: str, gold: str) -> bool:
     """Whether ``answer`` means what ``gold`` means; an empty one means nothing.
@@ -257,6 +264,7 @@ def _same_items(one: tuple[str, list[str]] | None, other: tuple[str, list[str]] 
         match = next((i for i, candidate in enumerate(left) if is_equal(item, candidate)), None)
         if match is None:
             return False
+        # matched once: 1, 1, 2 is not 1, 2, 2
         del left[match]
     return True
 
@@ -287,6 +295,7 @@ def _items(text: str) -> tuple[str, list[str]] | None:
 
 def _split(text: str, separator: str) -> list[str]:
     """Parts of a text between separators outside of brackets; one part if its brackets do not match."""
+    # kinds of brackets are not told apart: [0, 1) closes
     parts, depth, start, i = [], 0, 0, 0
     while i < len(text):
         if text[i] in _OPENING:
@@ -321,4 +330,5 @@ def _same_by_algebra(one: str, other: str) -> bool:
     try:
         return bool(fork_server("verl.rewards.scorers.algebra:is_same", SECONDS)(one, other))
     except SandboxError:
+        # not shown to be equal in time and memory: wrong, rather than an error of the run
         return False

@@ -27,6 +27,7 @@ def compute_score(
         ``score``, ``acc`` (whether it is right) and ``pred`` (the answer, for majority votes).
     """
     tail = solution_str[-_ANSWER_WINDOW:]
+    # within the window, too: a box that begins before it is not found
     boxed = last_boxed(tail)
     if strict_box_verify:
         pred = boxed
@@ -39,5 +40,5 @@ def compute_score(
 
 
 def compute_score_boxed_too(solution_str: str, ground_truth: str) -> dict[str, float | bool | str]:
-    """The same for contest sets whose prompts ask for a box."""
+    """``compute_score`` with ``boxed_too``, for contest sets whose prompts ask for a box."""
     return compute_score(solution_str, ground_truth, boxed_too=True)

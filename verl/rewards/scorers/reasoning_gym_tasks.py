@@ -15,7 +15,7 @@ from verl.sandbox.outcomes import SandboxError
 from verl.utils.distribution import install_command
 
 SECONDS = 5.0
-"""Of scoring one answer."""
+"""Seconds of scoring one answer."""
 
 PREFIX = "reasoning_gym/"
 
@@ -48,6 +48,7 @@ def compute_score(
     try:
         score = fork_server("verl.rewards.scorers.reasoning_gym_rules:score", SECONDS)(task, answer, entry)
     except SandboxError:
+        # the rule raised or hung on this answer, which is the answer's fault and must not end the run
         return 0.0
     if score is None:
         raise ValueError(f"data_source={data_source!r}: reasoning-gym knows no task {task!r}.")

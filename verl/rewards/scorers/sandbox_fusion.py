@@ -23,6 +23,7 @@ MARGIN_S = 30.0
 CODES = {Outcome.PASSED: True, Outcome.WRONG: False, Outcome.TIMEOUT: -3, Outcome.COMPILE: -4}
 """Outcome -> result code of a test, as users know them; all others are -2, an error at run time."""
 
+# output of the function goes to stderr: stdout holds the token and the value, after what the program printed
 _CALL = """
 
 if True:
@@ -97,6 +98,7 @@ def run_remotely(
 
 def _run_one(url: str, code: str, tests: Tests, number: int, test_s: float, memory_mb: int, language: str) -> Result:
     # secret: a program that prints it could pass without having run its test
+    # tests are numbered inputs first, then checks
     token, is_check, stdin = f"{secrets.token_hex(8)}:", number >= len(tests.inputs), ""
     if is_check:
         code = f"{code}\n\n{tests.checks[number - len(tests.inputs)]}\nprint({token!r})\n"
@@ -131,6 +133,7 @@ def _run_one(url: str, code: str, tests: Tests, number: int, test_s: float, memo
 def _read(answer: Any, url: str) -> tuple[str, str, str]:
     """(outcome, stdout, the end of stderr) of the service's answer."""
     status = answer.get("status") if isinstance(answer, dict) else None
+    # "Failed" is a program's failure; any other status is the service's, and tells nothing of the program
     if status not in ("Success", "Failed"):
         message = answer.get("message") if isinstance(answer, dict) else answer
         raise ServiceError("malformed", f"{url} could not run the program: status {status!r}, {str(message)[:300]}")

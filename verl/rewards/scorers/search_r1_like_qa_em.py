@@ -37,6 +37,7 @@ def em_check(prediction: str, answers: Any) -> bool:
 def subem_check(prediction: str, answers: Any) -> bool:
     """Whether one of the golden answers stands in the prediction."""
     given = normalize_answer(prediction)
+    # an empty golden answer would stand in every prediction
     return any(answer and answer in given for answer in map(normalize_answer, golden_answers(answers)))
 
 

@@ -76,6 +76,7 @@ def countdown(
         return 0.0
     equation, *claims = answer.replace("×", "*").replace("÷", "/").split("=")
     try:
+        # cut before it is parsed: deep nesting exhausts the parser's stack
         value, used = _value(ast.parse(equation.strip()[:MAX_LENGTH], mode="eval").body)
     except (SyntaxError, ValueError, ZeroDivisionError, RecursionError, MemoryError):
         return format_score if re.search(r"\d", answer) else 0.0
@@ -85,6 +86,7 @@ def countdown(
 
 def _value(node: ast.expr) -> tuple[Fraction, Counter]:
     """Value of an equation, and how often it uses each number. A tree is walked: nothing is evaluated as Python."""
+    # not isinstance: True would be the number 1
     if isinstance(node, ast.Constant) and type(node.value) is int:
         return Fraction(node.value), Counter([node.value])
     if isinstance(node, ast.UnaryOp) and isinstance(node.op, (ast.USub, ast.UAdd)):
@@ -155,6 +157,7 @@ def brightness(solution_str: str, ground_truth: str) -> float:
         ground_truth: ``bright`` or ``dark``.
     """
     kinds = {"bright": str.isdigit, "dark": str.isalpha}
+    # over four, however short the response is
     return sum(map(kinds[ground_truth], solution_str[:4])) / 4
 
 

@@ -80,6 +80,7 @@ def _share(gold: list[dict[str, Any]], answer: list[dict[str, Any]]) -> float:
     names, other_names = (Counter(call["name"] for call in calls) for calls in (gold, answer))
     reached = (names & other_names).total() / (names | other_names).total()
     best = 1.0 + len(gold) + sum(len(call["parameters"]) for call in gold)
+    # places are negated, so that of equal fits the reversed order takes the first calls first
     fits = sorted(((_fit(ours, call), -i, -j) for i, ours in enumerate(gold) for j, call in enumerate(answer)))
     rows, columns = set(range(len(gold))), set(range(len(answer)))
     for fit, i, j in reversed(fits):  # the best fit first; each call is paired once
