@@ -87,7 +87,7 @@ def new_random_state(saved: dict[str, Any], rank: int, world_size: int, device: 
 
 # -- One background call at a time; its error is raised where it is waited for ----------------------------------------
 class Background:
-    """Runs work in a thread that does not keep a process alive which ends without waiting."""
+    """One call at a time in a daemon thread: a process that ends without `wait` is not kept alive by it."""
 
     def __init__(self) -> None:
         self._thread: threading.Thread | None = None

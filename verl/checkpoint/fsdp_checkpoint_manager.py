@@ -20,7 +20,7 @@ from verl.utils.distributed import get_rank, get_world_size
 
 
 class FSDPCheckpointManager(CheckpointManager):
-    """The same for a worker of a user's own that holds model and optimizer itself: plain, or sharded by torch.
+    """A `CheckpointManager` for a user's worker that holds model and optimizer itself: plain, or sharded by torch.
 
     Args:
         model: a Hugging Face model.
@@ -48,13 +48,13 @@ class FSDPCheckpointManager(CheckpointManager):
         global_step: int = 0,
         max_ckpt_to_keep: int | None = None,
     ) -> None:
-        """Write the folder ``local_path``; all ranks call it together. ``hdfs_path`` is the trainer's affair."""
+        """Write the folder ``local_path``; all ranks call it together. ``hdfs_path`` has no effect."""
         self.save(local_path, global_step, max_ckpt_to_keep)
 
     def load_checkpoint(
         self, local_path: str | os.PathLike | None, hdfs_path: str | None = None, del_local_after_load: bool = False
     ) -> None:
-        """Continue from the folder ``local_path``; None: from where things are."""
+        """Continue from the folder ``local_path``; None: load nothing. ``hdfs_path`` has no effect."""
         if local_path is not None:
             self.load(local_path, del_local_after_load)
 

@@ -117,7 +117,7 @@ class Weights:
         return list(self._files)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Its shape, read from the file's head alone."""
+        """Return the shape of a tensor, read from the file's header alone."""
         with safe_open(self._files[name], "pt") as file:
             return tuple(file.get_slice(name).get_shape())
 

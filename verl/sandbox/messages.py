@@ -111,7 +111,8 @@ def encode(message: Any) -> bytes:
 
 
 def decode(payload: bytes) -> Any:
-    """
+    """Return the object that `encode` wrote.
+
     Raises:
         BadFrame: it is no msgpack.
     """

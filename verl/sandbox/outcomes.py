@@ -71,7 +71,7 @@ class Outcome(str, enum.Enum):
 
 @dataclass(frozen=True)
 class Failure:
-    """Why a call has no score."""
+    """Cause of a call without a score."""
 
     kind: Outcome
     cause: str
@@ -98,7 +98,7 @@ class Failure:
 
 @dataclass(frozen=True)
 class Scored:
-    """The number a call came to, and all that it returned under names."""
+    """Score of a call, and the columns it returned with it, score included; None if it returned a number."""
 
     score: float
     columns: Mapping[str, Any] | None = None

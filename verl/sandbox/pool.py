@@ -327,7 +327,7 @@ def close_pools() -> None:
 
 
 class _Run:
-    """One list of calls on its way through a pool's processes."""
+    """One list of calls: handed to a pool's processes in chunks, each answered, failed or not made."""
 
     def __init__(self, pool: Pool, calls: Sequence[tuple[int | None, tuple, dict]], timeout_s: float, bear: int | None):
         self.pool, self.timeout_s, self.bear = pool, timeout_s, bear
@@ -527,7 +527,8 @@ class SandboxedFunction:
         return outcomes if len(outcomes) == count else outcomes * count
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """
+        """Make one call; returns its score, or the mapping that it returned.
+
         Raises:
             SandboxError: the call failed.
         """

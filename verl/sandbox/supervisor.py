@@ -33,7 +33,7 @@ from verl.sandbox.outcomes import Outcome
 MIB = 1024 * 1024
 LOOK_EVERY_S = 0.02
 IDLE_LOOK_EVERY_S = 0.1
-"""While nothing inside uses the processor, as between two batches."""
+"""Seconds between two looks while nothing inside uses the processor, as between two batches."""
 
 CODES = {Outcome.TIMEOUT: 121, Outcome.MEMORY: 122, Outcome.PROCESSES: 123}
 """Exit codes of a supervisor that ended its program."""
@@ -239,7 +239,7 @@ _CAP_SYS_ADMIN, _LAST_CAP = 21, 40
 
 
 def leave_namespaces(network: bool, processes: bool = True) -> tuple[bool, bool, bool]:
-    """Leave what the parent shares; whether there is a new namespace of (users, processes, network)."""
+    """Leave what the parent shares; returns whether there is a new namespace of (users, processes, network)."""
     if not processes:
         return False, False, not network and unshare(NO_NETWORK)
     flags = _CLONE_NEWPID | (0 if network else _CLONE_NEWNET)
@@ -258,7 +258,7 @@ def leave_namespaces(network: bool, processes: bool = True) -> tuple[bool, bool,
 
 
 def own_proc() -> None:
-    """A /proc that shows the processes of this namespace, where the system allows it."""
+    """Mount a /proc that shows the processes of this namespace, where the system allows it."""
     if not unshare(_CLONE_NEWNS):
         return
     libc = ctypes.CDLL(None, use_errno=True)
@@ -268,7 +268,7 @@ def own_proc() -> None:
 
 
 def die_with_parent() -> None:
-    """For a child whose parent has one thread: the signal goes by the thread that forked."""
+    """Have the kernel kill this process when its parent ends: when the thread that forked it does, so of one thread."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD):
         signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
     if sys.platform == "linux":

@@ -33,6 +33,7 @@ def run_concurrently(*calls: Callable[[], Any], is_echo: Callable[[BaseException
             done.put((number, None, error))
 
     for number, call in enumerate(calls):
+        # daemons: a call that hangs after another has failed must not keep the driver from ending
         threading.Thread(target=run, args=(number, call), daemon=True).start()
     outputs = [None] * len(calls)
     for finished in range(1, len(calls) + 1):
@@ -63,6 +64,7 @@ class BackgroundCall:
 def _cause(error: BaseException, done: queue.SimpleQueue, running: int, is_echo: Callable) -> BaseException:
     """Of this error and those that follow within the grace, the one that explains the others."""
     errors, deadline = [error], time.monotonic() + _GRACE_S
+    # a death explains everything: no need to look on
     while running and not isinstance(errors[-1], WorkerDied) and (left := deadline - time.monotonic()) > 0:
         try:
             _, _, other = done.get(timeout=left)

@@ -66,6 +66,7 @@ class SharedMemoryPool:
         parts = [memoryview(stream), *(array.raw() for array in arrays)]
         sizes = [part.nbytes for part in parts]
         size = _spans(sizes)[-1][1]
+        # it counts as free until `MessageEndpoint.address` has a receiver for it: address before the next pack
         segment = None if size <= INLINE_BYTES else self._take(size)
         inline = bytearray(size) if segment is None else None
         with memoryview(inline if segment is None else segment.memory) as memory:
@@ -91,6 +92,7 @@ class SharedMemoryPool:
         fitting = [segment for segment in free if segment.capacity >= size]
         if fitting:
             return min(fitting, key=lambda segment: segment.capacity)
+        # batches grow over a run: without this the segments outgrown would stay for good
         for segment in free:
             self._segments.pop(segment.number).close()
         self._next += 1
@@ -107,6 +109,7 @@ class ArgumentMessages:
         self._packed: dict[tuple, PackedMessage] = {}
 
     def pack(self, args: tuple, kwargs: dict) -> PackedMessage:
+        # by identity, while the requests of the call hold them: an id may be given again afterwards
         same = (*map(id, args), *((name, id(value)) for name, value in kwargs.items()))
         if same not in self._packed:
             try:
@@ -148,6 +151,7 @@ class MessageEndpoint:
     def address(self, packed: PackedMessage) -> WireMessage:
         """Make the message for the other end."""
         closed = [number for number in self._sent if not self.memory_pool.knows(number)]
+        # one by one: a finalizer may append meanwhile, from any thread
         released = [self._released.popleft() for _ in range(len(self._released))]
         self._sent.difference_update(closed)
         number = fd = None
@@ -163,6 +167,7 @@ class MessageEndpoint:
         ``fd``: a descriptor of the segment, received with the message. Without it a new segment is opened
         through /proc, which the same user may on Linux.
         """
+        # at once, and not with the content: the counts must hold even if that cannot be unpickled
         for mine in wire_message.released:
             self.memory_pool.release(mine)
         for old in wire_message.closed:
@@ -182,8 +187,10 @@ class MessageEndpoint:
 
     def _map(self, number: int, sizes: list[int]) -> Any:
         """Unpickle over a private mapping of a segment; the last array to be freed releases the segment."""
+        # private: a worker may write into its arguments while other ranks read the same pages
         flags, access = mmap.MAP_PRIVATE, mmap.PROT_READ | mmap.PROT_WRITE
         memory = mmap.mmap(self._theirs[number], _spans(sizes)[-1][1], flags=flags, prot=access)
+        # every array made below holds the mapping
         weakref.finalize(memory, self._released.append, number).atexit = False
         return _unpack(sizes, memory)
 
@@ -214,7 +221,9 @@ class Channel:
         wire_message = self._endpoint.address(packed)
         message = pickle.dumps((head, tuple(wire_message)), protocol=5)
         self._passed.difference_update(wire_message.closed)
+        # a descriptor crosses once: each copy received would have to be closed
         is_new = wire_message.number is not None and wire_message.number not in self._passed
+        # with the length, of a fixed size: the receiver asks for descriptors in that read alone
         socket.send_fds(self._socket, [_LENGTH.pack(len(message))], [wire_message.fd] if is_new else [])
         self._socket.sendall(message)
         if is_new:

@@ -56,6 +56,7 @@ class WorkerError(WorkerGroupError):
         self.explanation = None if explanation is None else f"{where}: {explanation}{at}"
         super().__init__(f"{where}: {cause}{at}\nThe traceback of that worker:\n{traceback.rstrip()}")
 
+    # an exception unpickles as type(*self.args), and args holds the message alone
     def __reduce__(self):
         where = (self.role, self.rank, self.world_size, self.method)
         return type(self), (*where, self.cause, self.traceback, self._explanation, self.doing)
@@ -251,6 +252,7 @@ class StderrTail:
         os.dup2(self._theirs, 2)
         os.close(self._theirs)
         os.close(self._ours)
+        # a new one: the driver's may be a notebook's or a test's, and not write to descriptor 2 at all
         sys.stderr = os.fdopen(2, "w", buffering=1, errors="backslashreplace", closefd=False)
 
     def started(self) -> None:
@@ -301,6 +303,7 @@ class _Reader:
     def watch(self, tail: StderrTail) -> None:
         self._tails[tail.fileno()] = tail
         self._poll.register(tail.fileno(), select.POLLIN)
+        # wakes a poll under way, which does not see what is registered meanwhile
         os.write(self._ring, b".")
 
     def _read(self) -> None:
@@ -318,6 +321,7 @@ _READER: _Reader | None = None
 
 def _reader() -> _Reader:
     global _READER
+    # a fork has the object and not its thread
     if _READER is None or _READER.pid != os.getpid():
         _READER = _Reader()
     return _READER

@@ -78,6 +78,7 @@ class InProcessHosts(Hosts):
         calls = []
         for request in requests:
             call = Call(self, request.rank, role, method)
+            # as between processes: what the role does to its arguments, the driver must not see
             args, kwargs = map_batches(lambda data: data.unshared(), request.args, request.kwargs)
             try:
                 call.finish(output=self._host.call(role, method, request.keep, *args, **kwargs))
@@ -165,9 +166,11 @@ class ForkedHosts(Hosts):
 
         def run_rank() -> None:
             tail.adopt()
+            # with a copy open here, a sibling would not see that the driver has closed its end
             for hosts in list(_LIVE):
                 hosts.close_inherited()
             ours.close()
+            # `setup` notes the call of __init__ under this number when the fork is done
             _Rank(Channel(theirs), rank_env, roles, first_call=self._next_call, processes=processes).serve()
 
         child = Child(run_rank)
@@ -235,6 +238,7 @@ class ForkedHosts(Hosts):
             content = open_content()
         except EOFError:
             raise self._death(rank) from None
+        # by number: answers of a rank come in order, those of several ranks do not
         call = self._calls.pop(number)
         if failed:
             call.finish(error=content)
@@ -253,6 +257,7 @@ class ForkedHosts(Hosts):
             time.sleep(0.01)
 
     def _death(self, rank: int) -> WorkerDied:
+        # the oldest: a rank runs its calls in the order they were sent
         call = next((call for call in self._calls.values() if call.rank == rank), None)
         role, method = (call.role, call.method) if call else ("the group", None)
         child = self._children[rank]
@@ -354,6 +359,7 @@ def rank_environment(rank: int, world_size: int, prefix: str, port: int | str, f
     rank_env |= {"LOCAL_WORLD_SIZE": world_size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     rank_env |= {"WG_PREFIX": prefix, "WG_BACKEND": "local"}
     if sys.platform == "linux" and world_size > 1:
+        # gloo would look up the host's name, which laptops and containers often cannot resolve
         rank_env["GLOO_SOCKET_IFNAME"] = os.environ.get("GLOO_SOCKET_IFNAME", "lo")
     return {name: str(value) for name, value in rank_env.items()}
 
@@ -362,6 +368,7 @@ def _end_all(children: list[Child], channels: list[Channel], tails: list[StderrT
     for channel in channels:
         channel.close()
     deadline = time.monotonic() + grace
+    # the channels are closed: all leave at the same time, within one grace
     for child in children:
         child.end(max(0.0, deadline - time.monotonic()))
     for tail in tails:

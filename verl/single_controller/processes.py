@@ -31,6 +31,7 @@ class Child:
         self.pid = _forker().fork(target)
         self._parent = os.getpid()
         self.pidfd = open_pidfd(self.pid)
+        # as from waitpid; -1: ended, and how is not known
         self._status: int | None = None
 
     def has_ended(self) -> bool:
@@ -73,6 +74,7 @@ class Child:
             if not pid:
                 return False
             self._status = status
+            # what it had started goes on in its group: servers, loaders, compilers
             _kill_group(self.pid, leader=False)
             if self.pidfd is not None:
                 os.close(self.pidfd)

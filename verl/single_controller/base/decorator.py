@@ -53,6 +53,7 @@ def keep_columns(data: DataProto, reads: tuple[str, ...] | None) -> DataProto:
 
 def _common_length(batches: Sequence[DataProto]) -> int:
     """Rows of the batches of a call; 0 if there are none."""
+    # a batch of columns without rows goes with any other: it is neither padded nor split
     lengths = {len(data) for data in batches} - {0}
     if len(lengths) > 1:
         raise ValueError(f"the batches of one call have {sorted(lengths)} rows: give all the same number of rows.")
@@ -73,6 +74,7 @@ def pad_rows(args: tuple, kwargs: dict, parts: int) -> tuple[tuple, dict, Paddin
 
     def padded(data: DataProto) -> DataProto:
         longer, added = pad_dataproto_to_divisor(data, parts)
+        # padding comes last, so that `drop_padding` takes it off a result by its length
         return _without_training(longer, len(data)) if added else data
 
     args, kwargs = map_batches(padded, args, kwargs)
@@ -113,7 +115,9 @@ def split_rows(data: DataProto, partition: Partition) -> DataProto | SplitBatch:
         is_whole = len(partition.rows) == 1 and not has_filler
         part = data.select() if is_whole else data.select_idxs(rows)
         if has_filler:
+            # the filler is the last of a rank's rows, see `Partition.has_filler`
             _without_training(part, len(part) - 1)
+        # the plan is of the whole batch: a worker that calls on would divide its part by it once more
         part.partition_plan = None
         part.step_rows = None if partition.steps is None else partition.steps[rank]
         parts.append(part)
@@ -140,6 +144,7 @@ def _without_training(data: DataProto, first: int) -> DataProto:
             padded[first:] = 0
             data.put(name, padded)
         else:
+            # the batch of the caller may share these numbers
             values = column.values.clone()
             values[column.layout.offsets[first] :] = 0
             data.put(name, column.like(values))
@@ -216,6 +221,7 @@ class DynamicEnum(metaclass=_DynamicEnumMeta):
         return f"{type(self).__name__}.{self.name}"
 
     def __reduce__(self):
+        # by name: a mode registered at run time may have another number in the process that reads it
         return type(self)._from_wire, (self.name,)
 
     @classmethod
@@ -319,6 +325,7 @@ def dispatch_rows(group, *args, mesh_name: str | None = None, **kwargs) -> Args:
 
     def each(value):
         if isinstance(value, DataProto) and len(value):
+            # equal parts: `invoke` has padded the rows to a multiple, or split them by a plan
             value = SplitBatch(value.chunk(len(mesh.sources)))
         return [value[dp_rank] if isinstance(value, SplitBatch) else value for dp_rank in mesh.dp_ranks]
 
@@ -372,6 +379,7 @@ def _mesh_mode(dispatch_fn: Callable, collect_fn: Callable, splits: bool = False
         return Mode(
             functools.partial(dispatch_fn, mesh_name=mesh_name),
             functools.partial(collect_fn, mesh_name=mesh_name),
+            # asked of the group at each call: a role registers its meshes after its class was decorated
             parts=(lambda group: len(group.mesh(mesh_name).sources)) if splits else None,
             sources=lambda group: group.mesh(mesh_name).sources,
         )
@@ -447,6 +455,7 @@ def resolve_mode(dispatch_mode: Dispatch | Mode | dict, mesh_name: str | None) -
             f"dispatch_mode={dispatch_mode!r} is neither a Dispatch member ({', '.join(Dispatch._members)}) "
             "nor a dict of dispatch_fn and collect_fn."
         )
+    # their callers name no mesh, and mean the one that the worker has
     if mesh_name is None and dispatch_mode.name.startswith("MEGATRON"):
         mesh_name = ONLY_MESH
     return _MODES[dispatch_mode](mesh_name)

@@ -32,6 +32,7 @@ class Worker:
 
     def __init__(self, cuda_visible_devices: str | None = None):
         if cuda_visible_devices is not None:
+            # before anything here touches CUDA, which reads it once
             os.environ["CUDA_VISIBLE_DEVICES"] = cuda_visible_devices
         self._rank = int(os.environ.get("RANK", "0"))
         self._world_size = int(os.environ.get("WORLD_SIZE", "1"))
@@ -58,10 +59,11 @@ class Worker:
     # Meshes: what the dispatcher needs to split a batch -----------------------------------------------------------
 
     def _register_dispatch_collect_info(self, mesh_name: str, dp_rank: int, is_collect: bool) -> None:
-        """Say where this rank stands on a mesh: which part of a batch it works on, and whether it answers for it.
+        """Register this rank's position on a mesh: the part of a batch it works on, and whether its output is collected.
 
         Exactly one rank of each dp rank collects. Call it on every rank, before the first call that uses the mesh.
         """
+        # made here: a subclass may register before, or without, `Worker.__init__`
         positions = self.__dict__.setdefault("_mesh_positions", {})
         if mesh_name in positions:
             raise ValueError(f"mesh {mesh_name!r} is already registered by this worker, as {positions[mesh_name]}.")
@@ -137,7 +139,8 @@ class WorkerHost:
         self._loop: asyncio.AbstractEventLoop | None = None
 
     def setup(self, env: Mapping[str, str], roles: Mapping[str, Callable[[], Any]]) -> int:
-        """Enter the place ``env`` describes, then build each role there; returns the process id."""
+        """Set the environment of this rank and build each role in it; returns the process id."""
+        # before the roles are built: their constructors read rank and address
         os.environ.update(env)
         if RECORDER_VARIABLE in env:  # a process of its own, whose driver will ask how it lived
             watchdog().start()
@@ -156,6 +159,7 @@ class WorkerHost:
         Raises:
             WorkerError: whatever the method raised, as text.
         """
+        # role, method and keep are positional only: a method may have arguments of these names
         worker = self._workers[role]
         if method == MESH_POSITIONS:
             return dict(vars(worker).get("_mesh_positions", {}))
@@ -170,7 +174,7 @@ class WorkerHost:
             # one event loop for all async methods, so that what they share stays usable
             self._loop = self._loop or asyncio.new_event_loop()
             return self._loop.run_until_complete(output)
-        except KeyboardInterrupt:
+        except KeyboardInterrupt:  # Ctrl-C where the only rank lives in the driver: no failure of a worker
             raise
         except BaseException as error:  # also SystemExit and torch's CheckpointException: the driver must hear of it
             inner = error.__traceback__  # from the first frame that is the worker's own
@@ -185,6 +189,7 @@ class WorkerHost:
 
 def free_port() -> int:
     """A TCP port nobody listens on at the moment."""
+    # another process may take it before it is used: ask late
     with socket.socket() as probe:
         probe.bind(("", 0))
         return probe.getsockname()[1]

@@ -173,6 +173,7 @@ class Hosts(ABC):
             try:
                 return action()
             except WorkerGroupError as error:
+                # the first failure stays: those after it are its consequences
                 self.failure = self.failure or error
                 self.stop()
                 raise
@@ -246,6 +247,7 @@ class WorkerGroup(ABC):
         self.role = next(iter(roles)) if len(roles) == 1 else None
         for role, classes in roles.items():
             for name in dir(classes.cls):
+                # of the class, not of an object: the driver has none, and properties are not to run
                 registration = getattr(getattr(classes.cls, name, None), MAGIC_ATTR, None)
                 if not isinstance(registration, Registration):
                     continue
@@ -286,6 +288,7 @@ class WorkerGroup(ABC):
         self._hosts.stop()
 
     def _view(self, role: str) -> WorkerGroup:
+        # without __init__, which would start processes
         view = object.__new__(type(self))
         view.resource_pool, view.name_prefix, view.device_name = self.resource_pool, self.name_prefix, self.device_name
         view._adopt(self._hosts, {role: (self._roles | self._fused_roles())[role]}, self.timeout)
@@ -357,6 +360,7 @@ class WorkerGroup(ABC):
         if name not in self._meshes:
             positions = [positions.get(name) for positions in self._mesh_positions()]
             if not any(positions):
+                # not kept in `_meshes`: the role may register it in a later call
                 return Mesh.over_world(self.world_size)
             self._meshes[name] = Mesh.from_positions(name, positions)
         return self._meshes[name]
@@ -402,6 +406,7 @@ class WorkerGroup(ABC):
             mine = [(tuple(a[r] for a in args), {k: v[r] for k, v in kwargs.items()}) for r in ranks]
         else:
             mine = [(args, kwargs)] * self.world_size
+        # what no collect function reads is not sent back: outputs of tensor parallel ranks can be large
         requests = [Request(rank, *mine[rank], keep=sources is None or rank in sources) for rank in ranks]
         return self._hosts.submit(role, method, requests, exposed)
 
@@ -421,6 +426,7 @@ class _RoleView:
 def invoke(group, name: str, registration: Registration, args: tuple, kwargs: dict) -> Any:
     """Run a registered method: wait for futures, select columns, pad or split rows, dispatch, run, collect, restore."""
     mode = registration.mode
+    # first of all: what follows looks at the number of rows
     if registration.materialize_futures:
         args = tuple(value.get() if isinstance(value, DataProtoFuture) else value for value in args)
         kwargs = {key: value.get() if isinstance(value, DataProtoFuture) else value for key, value in kwargs.items()}
@@ -439,9 +445,11 @@ def invoke(group, name: str, registration: Registration, args: tuple, kwargs: di
             args, kwargs = tuple(arg[0] for arg in args), {key: value[0] for key, value in kwargs.items()}
         run = group.execute_rank_zero_sync if registration.blocking else group.execute_rank_zero_async
         return run(name, *args, **kwargs)
+    # a call that joins rows gives a GroupFuture, which can open shared memory; other futures go out as they are
     exposed = not registration.blocking and mode.parts is None
     handles = group._submit_all(group.role, name, args, kwargs, mode.sources and mode.sources(group), exposed)
     if mode.parts is None:
+        # only calls that split no batch register meshes, such as a role's init_model
         group.clear_mesh_positions()
 
     def collect(outputs: list) -> Any:

@@ -112,6 +112,7 @@ class RayWorkerGroup(WorkerGroup):
         actor_options = _actor_options(resource_pool, roles, self.device_name, detached, nsight)
         pgs = resource_pool.get_placement_groups("STRICT_PACK" if bin_pack else "PACK", self.device_name)
         name = prefix + (next(iter(roles.values())).cls.__name__ if len(roles) == 1 else "WorkerHost")
+        # rank k takes the k-th seat, nodes in the order of their addresses: the same place in every run
         seats = [(number, pg, local) for number, pg in enumerate(pgs) for local in range(pg.bundle_count)]
         names = [f"{name}_{number}:{local}" for number, _, local in seats]
         labels = [f"{'+'.join(roles)}:{rank}" for rank in range(len(seats))]
@@ -305,6 +306,7 @@ class RayHosts(Hosts):
             if node == here and (fd := open_pidfd(pid)) is not None:
                 self._watched[rank] = fd
         # which ranks can open our shared memory; to the others batches go through the object store
+        # a byte too long to travel inline
         expected = os.urandom(INLINE_BYTES + 1)
         packed = self._memory_pool.pack(pickle.PickleBuffer(expected))
         endpoints = {rank: MessageEndpoint(self._memory_pool) for rank in self._watched}
@@ -336,6 +338,7 @@ class RayHosts(Hosts):
         stored, messages = _Stored(requests), ArgumentMessages(self._memory_pool, f"{role}.{method}")
         calls = []
         for rank, args, kwargs, keep in requests:
+            # a user reads an exposed future with ray.get, which cannot open a segment
             actor, endpoint = self.actors[rank], None if exposed else self._endpoints.get(rank)
             if endpoint is not None:
                 ref = actor.call_shared.remote(role, method, keep, endpoint.address(messages.pack(args, kwargs)))
@@ -346,6 +349,7 @@ class RayHosts(Hosts):
         return calls
 
     def _wait(self, handles: Sequence, timeout: float | None) -> list:
+        # users may bring plain ObjectRefs of their own calls: of those no rank is known
         calls = [h if isinstance(h, _RayCall) else _RayCall(h, -1, "the group", "a call") for h in handles]
         try:
             answers = ray.get([call.ref for call in calls], timeout=timeout)
@@ -373,6 +377,7 @@ class RayHosts(Hosts):
         """A method raised. If a rank died just before, its death is the failure, the exception only its echo."""
         _, pending = ray.wait([call.ref for call in calls], num_returns=len(calls), timeout=0)
         all_seen_alive = len(self._watched) == self.world_size and not any(map(is_readable, self._watched.values()))
+        # where a rank has ended, or cannot be watched, Ray's answer to its call tells how it is, and may take a moment
         if pending and not all_seen_alive:
             ray.wait(pending, timeout=_DEATH_GRACE_S)
         problems = [(call, call.problem()) for call in calls]
@@ -414,9 +419,11 @@ def _dumps(content: Any, protocol: int, buffer_callback: Callable) -> bytes:
     """Pickle by name where that is enough; by value what lives in ``__main__``, which is another module in a worker."""
     arrays: list = []
     try:
+        # into a list of its own: if cloudpickle takes over, the caller must not get each array twice
         stream = pickle.dumps(content, protocol=protocol, buffer_callback=arrays.append)
     except (pickle.PicklingError, AttributeError):  # a function inside a function
         stream = b"__main__"
+    # text of a batch that has the word costs time, and nothing else
     if b"__main__" in stream:
         return ray.cloudpickle.dumps(content, protocol=protocol, buffer_callback=buffer_callback)
     for array in arrays:
@@ -428,6 +435,7 @@ class _Stored:
     """Arguments of one call as they are sent: what several ranks get goes into the object store once."""
 
     def __init__(self, requests: Sequence[Request]):
+        # identity is enough: the requests hold the values while this lives
         self._users = Counter(id(value) for request in requests for value in (*request.args, *request.kwargs.values()))
         self._refs: dict[int, ray.ObjectRef] = {}
 

@@ -56,6 +56,7 @@ class RayResourcePool(ResourcePool):
             _wait_for_placement(self, pgs, device_name)
             self.pgs = sort_placement_group_by_node_ip(pgs)
             if not self.detached:
+                # not at exit: Ray may be gone by then, and takes its placement groups along
                 weakref.finalize(self, _give_back, pgs).atexit = False
         return self.pgs
 
@@ -72,6 +73,7 @@ class RayResourcePool(ResourcePool):
         return (
             {"CPU": 1.0}
             | ({accelerator: 1.0} if accelerator else {})
+            # so little that only its presence counts
             | ({self.accelerator_type: 1e-4} if self.accelerator_type else {})
         )
 
@@ -144,5 +146,6 @@ def merge_resource_pool(rp1: RayResourcePool, rp2: RayResourcePool) -> RayResour
     merged = RayResourcePool(
         rp1.store + rp2.store, rp1.use_gpu, f"{rp1.name_prefix}_{rp2.name_prefix}", rp1.max_colocate_count, rp1.detached
     )
+    # keep rp1 and rp2: their placement groups are given back when they are collected
     merged.pgs = rp1.get_placement_groups() + rp2.get_placement_groups()
     return merged
