@@ -48,6 +48,7 @@ class AgentLoopOutput:
         return vars(self.metrics) if isinstance(self.metrics, AgentLoopMetrics) else self.metrics
 
     def __post_init__(self):
+        # one form from here on: whoever reads them merges mappings
         self.metrics = self.seconds
         for name in ("response_mask", "response_logprobs"):
             values = getattr(self, name)
@@ -65,6 +66,7 @@ class TrainerConfig:
         self.config = config
 
     def __getattr__(self, name: str) -> Any:
+        # not self.config: where it is missing that would come here again, without end
         return getattr(vars(self)["config"], name)
 
 
@@ -93,6 +95,7 @@ class AgentLoopBase(ABC):
     @classmethod
     def init_class(cls, config: Any, tokenizer: Any, processor: Any, **kwargs: Any) -> None:
         """Prepare what all rows share. Called for every row: check ``_class_initialized`` to act once."""
+        # on the class of this loop: those derived from it inherit the mark
         cls._class_initialized = True
 
     @abstractmethod

@@ -78,6 +78,7 @@ class _HeldModel:
         if "model" in parts:
             state["model"] = get_model_state_dict(self.module)
         if "optimizer" in parts and self.optimizer is not None:
+            # by parameter name, as in the files of engines; optimizer.state_dict() has numbers
             state["optimizer"] = get_optimizer_state_dict(self.module, self.optimizer)
         if "extra" in parts:
             schedule = None if self.schedule is None else self.schedule.state_dict()
@@ -100,6 +101,7 @@ class _HeldModel:
             set_random_state(state["extra"]["rng"], self.device)
 
     def weights(self, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
+        # collective, and with both options the whole comes to rank 0 only: others get an empty dict
         options = StateDictOptions(full_state_dict=True, cpu_offload=True)
         whole: dict[str, Any] = get_model_state_dict(self.module, options=options)
         yield from ((name, tensor.to(dtype)) for name, tensor in whole.items())

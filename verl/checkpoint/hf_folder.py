@@ -58,6 +58,7 @@ def write_safetensors(weights: Iterable[tuple[str, Tensor]], folder: Path, is_wr
         if not is_writer:
             continue
         size = tensor.numel() * tensor.element_size()
+        # a tensor above the limit gets a shard of its own
         if shard and held + size > SHARD_BYTES:
             flush()
             held = 0

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 BACKENDS = ("fsdp", "deepspeed", "local")
 ROLES = ("actor", "critic")
 _DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
+# options of other releases: accepted without effect, so that their command lines go on
 _ELSEWHERE = ("tie_word_embedding", "use_cpu_initialization")
 
 
@@ -58,6 +59,7 @@ def main(arguments: Sequence[str] | None = None, operation: str | None = None) -
         local_dir,
         options.hf_model_path,
         trust_remote_code=options.trust_remote_code,
+        # with RUN the role is known; of --local_dir the config must say it, or this option
         is_value_model=options.is_value_model or options.run is not None and options.role == "critic",
     )
     if options.operation == "merge":

@@ -101,6 +101,7 @@ def _tests(cases: Any) -> Tests:
     checks, inputs, outputs = (
         tuple(() if cases.get(name) is None else cases[name]) for name in ("assert_case", "inputs", "outputs")
     )
+    # assertions bring their own inputs: others next to them are not run
     if checks:
         inputs = outputs = ()
     if len(inputs) != len(outputs) or not (checks or inputs):
@@ -154,6 +155,7 @@ def judge(found: dict[str, Any], expected: Any, is_call: bool, is_check: bool) -
     """Return the result of a test, from the output of the program and the expected one."""
     outcome, detail = Outcome(found["outcome"]), found["detail"]
     if outcome is not Outcome.DONE:
+        # an assertion that fails is a wrong answer; its fork can tell by stderr alone
         is_wrong = is_check and outcome is Outcome.CRASH and "AssertionError" in detail
         return Result(Outcome.WRONG if is_wrong else outcome, detail, found["seconds"])
     shown = repr(found["value"]) if is_call else found["output"]
@@ -205,6 +207,7 @@ def _equal(found: Any, expected: Any) -> bool:
         return has_keys and all(_equal(found[key], value) for key, value in expected.items())
     if isinstance(expected, float) and isinstance(found, (int, float)) and not isinstance(found, bool):
         return _close(found, expected)
+    # Python has True == 1: types must agree, unless a float came out as a whole number
     return (type(found) is type(expected) or isinstance(found, float)) and found == expected
 
 
@@ -259,6 +262,7 @@ def run(code: str, tests: list[dict[str, Any]], limits: dict[str, Any], output_k
     try:
         program = compile(code, "solution.py", "exec")
         checks = [compile(test["check"], "test.py", "exec") if "check" in test else None for test in tests]
+    # the last two: code nested too deep for the parser
     except (SyntaxError, ValueError, OverflowError, RecursionError, MemoryError) as error:
         return [_result("compile", detail=f"{type(error).__name__}: {error}")] * len(tests)
     end = time.monotonic() + total_s
@@ -293,6 +297,7 @@ def _run_one(program: Any, check: Any, test: dict[str, Any], limits: Limits, out
             os._exit(status)
     for fd in (out_in, error_in, answer_in):
         os.close(fd)
+    # later than the supervisor's own deadline: that ends the program, and knows why
     texts, is_too_much = _read({out: output_bytes, error: output_bytes, answer: output_bytes}, limits.wall_s + 2)
     if is_too_much:
         os.kill(pid, signal.SIGTERM)  # the supervisor ends what it watches when it ends

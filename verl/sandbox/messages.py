@@ -71,6 +71,7 @@ def _receive_exactly(channel: socket.socket, size: int, deadline: float | None) 
     view, filled = memoryview(buffer), 0
     while filled < size:
         if deadline is not None:
+            # never 0, which would make the socket non-blocking
             channel.settimeout(max(1e-3, deadline - time.monotonic()))
         got = channel.recv_into(view[filled:])
         if not got:
@@ -117,6 +118,7 @@ def decode(payload: bytes) -> Any:
         BadFrame: it is no msgpack.
     """
     try:
+        # keys may be numbers: a reward function names its columns as it likes
         return msgpack.unpackb(payload, strict_map_key=False, unicode_errors="surrogatepass")
     except (ValueError, TypeError, msgpack.UnpackException) as error:
         raise BadFrame(str(error)) from None

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+# modules between the caller and the user's function: their frames tell a user nothing
 _CALLERS = (
     "verl.rewards.managers",
     "verl.rewards.functions",
@@ -128,6 +129,7 @@ def scored(result: Any) -> Scored | Failure:
 
 def scored_batch(results: Any, count: int) -> list[Scored | Failure]:
     """Return the results of a reward function for ``count`` responses at once."""
+    # an array of numpy or torch, neither of which is imported here
     if hasattr(results, "tolist"):
         results = results.tolist()
     elif isinstance(results, Iterable) and not isinstance(results, (str, bytes, bytearray, Mapping)):
@@ -165,6 +167,7 @@ def to_number(result: Any) -> float:
         )
     try:
         number = float(score)
+    # an int beyond the range of floats
     except OverflowError:
         number = math.inf
     if not math.isfinite(number):

@@ -268,7 +268,7 @@ def own_proc() -> None:
 
 
 def die_with_parent() -> None:
-    """Have the kernel kill this process when its parent ends: when the thread that forked it does, so of one thread."""
+    """Have the kernel kill this process when the thread that forked it ends: its parent must have no other."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD):
         signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
     if sys.platform == "linux":

@@ -148,6 +148,7 @@ class WorkerDiagnostics:
 
     def __init__(self, world_size: int):
         self._boxes = [OwnedRecorder() for _ in range(world_size)]
+        # the kernel's counter is not of this group alone: `report` gives what was added since
         self._kills = oom_kills()
 
     def environment(self, rank: int) -> dict[str, str]:
@@ -279,6 +280,7 @@ class StderrTail:
                 del self._kept[:-_KEPT_BYTES]
                 with suppress(OSError):  # the driver's own stderr is closed
                     os.write(self._out, piece)
+                # the log alone: the terminal has it by the line above
                 log_only(piece.decode(errors="replace"))
         return self._ours >= 0
 

@@ -126,6 +126,7 @@ def split_rows(data: DataProto, partition: Partition) -> DataProto | SplitBatch:
 
 def restore_rows(result: Any, partition: Partition | None) -> Any:
     """Bring the rows of a joined result into the order of the batch; anything else is returned as it is."""
+    # a result of another length has no row for each row of the batch, and no order to restore
     if partition is None or not isinstance(result, DataProto) or len(result) != sum(map(len, partition.rows)):
         return result
     positions = partition.output_positions()
@@ -181,6 +182,7 @@ class _DynamicEnumMeta(type):
         return cls._members[name]
 
     def __getattr__(cls, name: str) -> Any:
+        # names with an underscore first: `_members` itself would come here again, without end
         if name.startswith("_") or name not in cls._members:
             raise AttributeError(f"{cls.__name__} has no member {name!r}; it has {', '.join(cls._members)}")
         return cls._members[name]
@@ -518,6 +520,7 @@ def register(
     )
 
     def decorate(method: Callable) -> Callable:
+        # the method stays as it is: called in its own worker it dispatches nothing
         setattr(method, MAGIC_ATTR, registration)
         return method
 

@@ -59,7 +59,7 @@ class Worker:
     # Meshes: what the dispatcher needs to split a batch -----------------------------------------------------------
 
     def _register_dispatch_collect_info(self, mesh_name: str, dp_rank: int, is_collect: bool) -> None:
-        """Register this rank's position on a mesh: the part of a batch it works on, and whether its output is collected.
+        """Register this rank's position on a mesh: its part of a batch, and whether its output is collected for it.
 
         Exactly one rank of each dp rank collects. Call it on every rank, before the first call that uses the mesh.
         """

@@ -127,6 +127,7 @@ def extract_pg_from_exist(
     named = [pool for name, pool in resource_pools.items() if name in src_role_names]
     free = sorted((pg for pool in named for pg in pool.get_placement_groups()), key=lambda pg: pg.bundle_count)
     found: dict[int, PlacementGroup] = {}
+    # the smallest first, and into the smallest that holds it: larger ones are left for larger nodes
     for node, count in sorted(enumerate(resource_pool.store), key=lambda item: item[1]):
         fitting = next((pg for pg in free if pg.bundle_count >= count), None)
         if fitting is None:
