@@ -13,10 +13,10 @@ from verl.algorithms.kl import kl_penalty
 from verl.algorithms.registry import control
 
 LEVELS = ("token", "sequence", "geometric")
-"""Over what a ratio is taken."""
+"""Levels of a ratio: each token, the product over the response, or its geometric mean."""
 
 DIVERGENCES = tuple(f"{over}_{kind}" for over in ("token", "seq_sum", "seq_mean", "seq_max") for kind in ("k2", "k3"))
-"""Estimates of a divergence: over what, and which."""
+"""Estimates of a divergence, ``<level>_<estimator>``."""
 
 
 @torch.no_grad()
@@ -128,6 +128,9 @@ def importance_weights(
         (sum w)^2 / (n sum w^2), ``rollout_is_ratio_fraction_{high,low}``, the shares beyond a bound. No metrics of a
         batch without tokens.
 
+    Raises:
+        ValueError: unknown level or mode.
+
     Source: truncation: Yao et al. 2025, https://fengyao.notion.site/off-policy-rl; IcePop: Ling team 2025
     (arXiv:2510.18855); normalisation: Owen 2013, Monte Carlo theory, section 9.2.
     """
@@ -181,7 +184,7 @@ def kept_tokens(
     lower: float | None = None,
     veto: float | None = None,
 ) -> tuple[Tensor, dict[str, float]]:
-    """The mask without what is too far from the trainer's policy: as if it had never been sampled.
+    """Return the mask without tokens too far from the trainer's policy, as if they had never been sampled.
 
     Kept are tokens with lower <= r <= upper, r of ``importance_ratio`` at ``level`` (at the levels of responses that
     is all of one or nothing); or, where ``level`` names a ``divergence``, with that up to ``upper``. Of a response with
@@ -198,6 +201,9 @@ def kept_tokens(
         ``rollout_rs_masked_fraction``, the share of tokens that were rejected; ``rollout_rs_seq_masked_fraction``, of
         responses that lost a token; ``rollout_rs_ratio_fraction_{high,low}``, the shares beyond each bound;
         ``rollout_is_veto_fraction``, of responses with a veto. No metrics of a batch without tokens.
+
+    Raises:
+        ValueError: unknown level.
 
     Source: Liu, Li et al. 2025, https://richardli.xyz/rl-collapse.
     """

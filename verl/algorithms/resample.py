@@ -30,6 +30,9 @@ def resample_probabilities(scores: Tensor, method: str = "pow", weight_pow: floa
     Returns:
         (B,) float64 that sums to 1.
 
+    Raises:
+        ValueError: unknown method, or a score that is not finite.
+
     Source: Shen & Zhang 2024, Policy Filtration for RLHF (arXiv:2409.06957), with the weights verl gives these names:
     the paper ranks the responses of each prompt, here scores of the whole batch are compared.
     """

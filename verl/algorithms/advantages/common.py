@@ -94,7 +94,11 @@ class Groups:
 
 
 def outcome_scores(token_level_rewards: Tensor) -> Tensor:
-    """(B, R) to (B,), in float64: then equal scores have exactly their common value as mean, in any order."""
+    """Sum (B, R) to (B,), in float64: then equal scores have exactly their common value as mean, in any order.
+
+    Raises:
+        NonFiniteError: a score is NaN or infinite.
+    """
     scores = token_level_rewards.sum(-1).double()
     require_finite("token_level_rewards", scores)
     return scores
@@ -108,7 +112,11 @@ def for_each_token(per_response: Tensor, rewards: Tensor, response_mask: Tensor)
 
 # one tensor under two names: change neither in place
 def pack_finite(name: str, x: Tensor, tokens: ValidTokens) -> Tensor:
-    """(B, R) to the packed (M,), in float32 or better, and finite."""
+    """Pack (B, R) to (M,), in float32 or better.
+
+    Raises:
+        NonFiniteError: a valid token has NaN or infinity.
+    """
     flat = tokens.pack(x)
     # sums over thousands of tokens lose all digits of bf16
     flat = flat if flat.dtype == torch.float64 else flat.float()
@@ -148,7 +156,7 @@ def require_finite(name: str, x: Tensor, block_rows: Tensor | None = None) -> No
 
 
 class Turns(NamedTuple):
-    """The K turns of a batch, one row's after another's; M as in ``ValidTokens``."""
+    """The K turns of a batch, row by row; M as in ``ValidTokens``."""
 
     tokens: ValidTokens
     number: Tensor
@@ -179,7 +187,7 @@ class Turns(NamedTuple):
 
 
 def find_turns(token_level_rewards: Tensor, response_mask: Tensor) -> Turns:
-    """The turns of (B, R) token rewards under a mask (B, R).
+    """Find the turns of (B, R) token rewards: the runs of ones of a mask (B, R).
 
     Raises:
         NonFiniteError: a reward of an unmasked token is NaN or infinite.

@@ -167,11 +167,13 @@ class PPOLoss:
         return self._choice(old_log_prob, log_prob, advantages, self.config)
 
     def weigh(self, lengths: Tensor, difficulty: Tensor | None = None) -> Tensor:
-        """The weight of each of all responses of a mini-batch, (B,); see ``response_weights``."""
+        """Return the weight of each response of a mini-batch, (B,) float32; see ``response_weights``."""
         return response_weights(lengths, difficulty, by_length=self.config.length_loss_weight)
 
     def __call__(self, out: TokenOutputs, micro: Mapping[str, Tensor]) -> tuple[Tensor, Metrics]:
-        """The mean loss of a micro-batch and its metrics; with ``token-sum`` the mean over tokens (see ``scale``).
+        """Return the mean loss of a micro-batch, a scalar, and its metrics.
+
+        With ``token-sum`` that is the mean over tokens: ``is_sum`` of ``prepare`` has the engine make it a sum.
 
         Args:
             out: ``log_probs`` (b, r), ``entropy`` if ``want_entropy``, ``full_kl`` if ``want_full_kl``.

@@ -19,6 +19,9 @@ def clipped_objective(x: LossInputs, low: float, high: float, clip_ratio_c: floa
     dloss_dlogp = -w A, the slope of the unbounded objective, on tokens where that was chosen, and zero where a bound
     holds. Differentiable in ``log_prob`` only, once.
 
+    Raises:
+        ValueError: ``clip_ratio_c`` is not above 1.
+
     Source: Schulman et al. 2017, equation 7 (arXiv:1707.06347); unequal bounds ("clip-higher"): Yu et al. 2025, DAPO
     (arXiv:2503.14476); dual clip: Ye et al. 2019, equation 5 (arXiv:1912.09729).
     """

@@ -84,7 +84,7 @@ class ValueLoss:
         return PreparedBatch(batch, self.aggregation.is_sum)
 
     def __call__(self, out: TokenOutputs, micro: Mapping[str, Tensor]) -> tuple[Tensor, Metrics]:
-        """The mean loss of a micro-batch and its metrics; ``out.values`` and each of ``columns`` are (b, r)."""
+        """Return the mean loss of a micro-batch and its metrics; ``out.values`` and each of ``columns`` are (b, r)."""
         mask = micro["response_mask"]
         loss, clipfrac = compute_value_loss(
             out.values,

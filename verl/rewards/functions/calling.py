@@ -1,4 +1,4 @@
-"""Reward functions of a run: by its config, in processes of their own, and called. No torch.
+"""Reward functions of a run: read from its config, started in processes of their own, and called. No torch.
 
 A call ends in an outcome: a score, or a failure of a named kind.
 """
@@ -184,7 +184,7 @@ def signature_of_function(function: RawRewardFn) -> inspect.Signature | None:
 
 
 def _mismatch(function: RawRewardFn, args: Sequence[Any], keywords: Mapping[str, Any]) -> TypeError | None:
-    """The reason why a function cannot be called so, as far as its signature tells; None if it can."""
+    """Return the reason why a function cannot be called so, by its signature; None if it can or has none."""
     signature = signature_of_function(function)
     try:
         if signature is not None:
@@ -249,7 +249,7 @@ class BySource:
 
 
 def functions_of(function: RawRewardFn) -> list[RawRewardFn]:
-    """The functions there are to call, each once."""
+    """Return the functions to call, each once."""
     if isinstance(function, BySource):
         # by identity: several patterns may share a function, which starts and is checked once
         return list({id(one): one for one in (*function.functions.values(), function.default)}.values())
@@ -278,7 +278,7 @@ def is_judged(function: RawRewardFn, data_source: str, options: Mapping[str, Any
 
 
 def lacks_scorer(function: RawRewardFn, data_source: str, options: Mapping[str, Any]) -> bool:
-    """Whether rows of a data source go to the built-in scorers and none of these knows it; arguments as `is_judged`."""
+    """Whether rows of a data source go to the built-in scorers and none is for it; arguments as `is_judged`."""
     if is_judged(function, data_source, options) or not is_built_in(function_for(function, data_source)):
         return False
     return not has_scorer(rule_of(data_source, options.get("score_as"))[0])
@@ -288,7 +288,7 @@ def lacks_scorer(function: RawRewardFn, data_source: str, options: Mapping[str, 
 
 
 def start_sandboxes(config: Any) -> None:
-    """Start the processes of the reward functions, for them to be ready when `reward_function` wants them."""
+    """Start the processes of the reward functions, so that they are ready when `reward_function` is called."""
     for source in _sources(config).values():
         _pool(config, source)  # an equal one is taken again
 

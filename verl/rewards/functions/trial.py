@@ -1,7 +1,7 @@
 """A reward function on right and wrong answers: right ones must score high, wrong ones low.
 
-A scorer wants its answer marked somehow and does not say how. So the forms of ``answers`` are tried, and the one that
-scores best on the first rows of a data source is kept for the others. Knows rows and a function; no model, no manager.
+Scorers expect the answer in different forms. So all of ``FORMS`` are tried, and the one that scores best on the first
+rows of a data source is kept for the others. Works on rows and a function; independent of model and manager.
 """
 
 import json
@@ -22,7 +22,7 @@ KNOWN_BAD = ("", "I do not know.", "zqx vbn wfg")
 """Responses that answer nothing."""
 
 UNRELATED = ("7", "yes", "A", "the quick brown fox\n" * 5)
-"""Tried where a row does not say what would be right: some text should earn another score than the rest."""
+"""Responses for rows without a right answer: some text should earn another score than the rest."""
 
 _SOLUTIONS = ("solution", "answer", "one_solution", "reference", "canonical_solution", "response", "gold")
 """Names under which ``extra_info`` holds a worked solution, an expression or a program."""
@@ -45,7 +45,7 @@ FORMS: dict[str, Callable[[str], str]] = {
 
 
 def known_good_responses(ground_truth: Any, extra_info: Any) -> dict[str, str]:
-    """Form -> response; empty where the row does not say what would be right."""
+    """Return form -> response; empty where the row holds no right answer."""
     info = extra_info if isinstance(extra_info, Mapping) else {}
     found: dict[str, str] = {}
     for name in _SOLUTIONS:
@@ -128,7 +128,7 @@ class Trial:
     rows: int
     """Rows of this data source in the files."""
     form: str | None = None
-    """Form of the right answers; None: the rows do not say what would be right."""
+    """Form of the right answers; None: the rows hold none."""
     known_good: list[float] = field(default_factory=list)
     """Scores of right answers."""
     known_bad: list[float] = field(default_factory=list)
@@ -136,7 +136,7 @@ class Trial:
     other: list[float] = field(default_factory=list)
     """Scores of the right answers of other rows."""
     unrelated: list[float] = field(default_factory=list)
-    """Scores of texts of several kinds, where the rows do not say what would be right."""
+    """Scores of texts of several kinds, where the rows hold no right answer."""
     low_known_good: list[str] = field(default_factory=list)
     """Rows whose right answer did not score high."""
     error: str | None = None
@@ -146,7 +146,7 @@ class Trial:
     story: str = ""
     """Report on that failure, in lines: the function with its file, its frames, the row, the response, the goal."""
     has_no_scorer: bool = False
-    """Whether the built-in rules do not know the data source."""
+    """Whether the built-in rules have no scorer for the data source."""
     tried: int = 0
     """Rows of which an answer was scored."""
     calls: int = 0

@@ -93,7 +93,7 @@ class PrimeRewardManager(NaiveRewardManager):
 
 @register("dapo")
 class DAPORewardManager(NaiveRewardManager):
-    """As ``naive``, and a response pays for the part of a buffer before the limit that it used up.
+    """As ``naive``, less a penalty for the part of a buffer before the length limit that a response used.
 
     Args:
         max_resp_len: the limit, in tokens.

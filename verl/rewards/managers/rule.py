@@ -1,6 +1,6 @@
 """Reward managers: their interface and names, and the base of those that call a Python function.
 
-A batch of responses in, a number per response out. Reads samples, checks results, places rewards; knows no model.
+A batch of responses in, a number per response out. Reads samples, checks results, places rewards; needs no model.
 """
 
 import logging
@@ -325,7 +325,7 @@ class RuleRewardManager(AbstractRewardManager):
 
 
 def _in_words(data: DataProto) -> str:
-    """``validation batch at step 3``, as far as the batch knows."""
+    """Describe a batch: ``validation batch at step 3``, by its ``meta_info``."""
     meta = data.meta_info
     step = f" at step {meta['global_steps']}" if "global_steps" in meta else ""
     return f"{'validation ' if meta.get('validate') else ''}batch{step}"

@@ -90,7 +90,7 @@ def load_reward_manager(
 
 
 def start_reward_functions(config: Any) -> None:
-    """Start the sandboxes of the reward functions, for them to be ready when `load_reward_manager` wants them."""
+    """Start the sandboxes of the reward functions, so that they are ready when `load_reward_manager` is called."""
     if _wants_sandbox(config, reward_manager_class(config)):
         start_sandboxes(config)
 
@@ -103,7 +103,7 @@ def reward_manager_class(config: Any) -> type:
 
 
 def _wants_sandbox(config: Any, manager_cls: type) -> bool:
-    """Whether functions go to a sandbox: a manager that calls them by itself wants them in this process."""
+    """Whether functions go to a sandbox: a user's manager that calls them by itself needs them in this process."""
     return sandbox_options(config).enable and issubclass(manager_cls, RuleRewardManager)
 
 
@@ -180,7 +180,7 @@ def error_counts(extra: Mapping[str, list]) -> dict[str, float]:
 
 @contextmanager
 def without_failed(data: DataProto, on_error: str) -> Iterator[None]:
-    """Inside, samples whose scoring failed are in nobody's group; they have no token in the loss from then on.
+    """Inside, samples whose scoring failed have a group of their own; they have no token in the loss from then on.
 
     Nothing is done with ``on_error=zero_and_count``, whose failures count as responses that earned 0.
     """
@@ -225,7 +225,7 @@ def check_data_sources(config: Any, reward_fn: Any, datasets: Iterable[Any]) -> 
     Datasets that are not rows of files, and managers that score by themselves, raise when their rows come.
 
     Raises:
-        UnknownDataSource: the built-in rules would get a data source they do not know. With
+        UnknownDataSource: a data source would go to the built-in rules, and none is for it. With
             ``reward_model.on_error`` other than ``stop`` it is a warning.
     """
     section = config.reward_model

@@ -167,7 +167,7 @@ def default_compute_score(
 
 
 _default_compute_score = default_compute_score
-"""Its name until v0.3."""
+"""The name of ``default_compute_score`` until v0.3."""
 
 
 def built_in_options(reward_model: Any) -> dict[str, Any]:

@@ -9,7 +9,7 @@ _HOW = (LatexExtractionConfig(), ExprExtractionConfig())
 
 
 def is_same(answer: str, gold: str) -> bool:
-    """Whether math-verify finds the two LaTeX texts equal; what it cannot read is equal to nothing."""
+    """Whether math-verify finds the two LaTeX texts equal; a text it cannot read equals no other."""
     parsed = [parse(f"\\boxed{{{text}}}", extraction_config=_HOW, parsing_timeout=None) for text in (gold, answer)]
     # the gold answer first: `verify` does not treat both alike
     return bool(all(parsed) and verify(*parsed, timeout_seconds=None))

@@ -37,6 +37,10 @@ def compute_score(
 
     Returns:
         ``score``, ``acc`` (whether all tests pass) and ``outcome`` (of the first test that does not).
+
+    Raises:
+        ValueError: the ground truth has no tests.
+        ServiceError: the service gave no usable answer.
     """
     tests = read_tests(ground_truth)
     return _score(
@@ -65,6 +69,10 @@ def compute_score_of_asserts(
         continuous: the share of assertions that hold.
 
     The other arguments and the result are those of :func:`compute_score`.
+
+    Raises:
+        ValueError: the ground truth has no tests.
+        ServiceError: the service gave no usable answer.
     """
     gold = json.loads(ground_truth) if isinstance(ground_truth, str) else ground_truth
     code, prompt = code_block(after_thinking(solution_str)), (extra_info or {}).get("prompt")

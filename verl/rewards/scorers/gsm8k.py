@@ -15,6 +15,9 @@ def extract_solution(solution_str: str, method: str = "strict") -> str | None:
 
     Args:
         method: ``strict`` wants the format ``#### <number>``; ``flexible`` takes the last number there is.
+
+    Raises:
+        ValueError: unknown method.
     """
     tail = solution_str[-_ANSWER_WINDOW:]
     if method == "strict":

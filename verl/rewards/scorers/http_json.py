@@ -34,10 +34,10 @@ class ServiceError(RuntimeError):
 def post(
     url: str, body: Mapping[str, Any], timeout_s: float, tries: int = 3, headers: Mapping[str, str] | None = None
 ) -> Any:
-    """The JSON a service answers with.
+    """Post a body as JSON, and return the JSON that a service answers with.
 
-    A request that times out, finds nobody, or is answered with one of ``RETRIED`` is tried again, after a pause that
-    doubles and is never twice the same, or that the answer's ``Retry-After`` names.
+    A request that times out, cannot be delivered, or is answered with one of ``RETRIED`` is tried again, after a pause
+    that doubles, with a random part, or that the answer's ``Retry-After`` names.
 
     Raises:
         ServiceError: the last try failed, or the answer is no JSON.

@@ -171,7 +171,7 @@ def _script(character: str) -> str:
 
 
 def _looks_english(text: str) -> bool:
-    """Whether common English words are there; a short text gets the benefit of the doubt."""
+    """Whether common English words are there; a text of fewer than 8 words counts as English."""
     found = re.findall(r"[a-z']+", text.lower())
     common = set("the a an and of to in is i you it for my this that be with".split())
     return len(found) < 8 or sum(word in common for word in found) >= len(found) / 20
@@ -225,7 +225,7 @@ _HIGHLIGHT = re.compile(r"\*\*([^\n*]+)\*\*|\*([^\n*]+)\*")
 
 
 def compares(count: int, relation: str, bound: int) -> bool:
-    """``at least`` or ``less than``.
+    """Compare a count with a bound: ``at least`` or ``less than``.
 
     Raises:
         ValueError: another relation.

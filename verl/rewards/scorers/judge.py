@@ -80,7 +80,11 @@ class Judge:
     def ask(
         self, data_source: str, solution_str: str, ground_truth: Any, extra_info: Mapping[str, Any] | None = None
     ) -> dict[str, Any]:
-        """As :meth:`score`, waiting for it here."""
+        """Return what :meth:`score` does, blocking this thread.
+
+        Raises:
+            JudgeError: there is no score.
+        """
         body = {
             "model": self.config.model,
             "messages": [{"role": "user", "content": self.prompt(data_source, solution_str, ground_truth, extra_info)}],
@@ -98,7 +102,11 @@ class Judge:
         return {"score": score, "judge": text}
 
     def prompt(self, data_source: str, solution_str: str, ground_truth: Any, extra_info: Any) -> str:
-        """The message to the judge."""
+        """Write the message to the judge.
+
+        Raises:
+            JudgeError: the template needs a question, and the row has none.
+        """
         info = extra_info if isinstance(extra_info, Mapping) else {}
         question = next((info[key] for key in _QUESTION_KEYS if isinstance(info.get(key), str)), None)
         if question is None and "question" in _placeholders(self.template):
@@ -118,7 +126,7 @@ class Judge:
         return self.template.format(**values)
 
     def read(self, text: str) -> float:
-        """The last score in what the judge wrote, from 0 to 1.
+        """Read the last score in a judge's answer, scaled to 0 ... 1.
 
         Raises:
             JudgeError: there is none, or it is outside of the scale.
@@ -180,7 +188,11 @@ def _judge(settings: str, pid: int) -> Judge:
 
 
 def _template(prompt: str | None) -> str:
-    """The text of a prompt that is given as text or as the path of a file."""
+    """Return the text of a prompt that is given as text or as the path of a file.
+
+    Raises:
+        ValueError: it has an unknown placeholder, or lacks ``{response}``.
+    """
     text = prompt or DEFAULT_PROMPT
     # a prompt has a placeholder, a path has no brace
     if "{" not in text and Path(text).expanduser().is_file():

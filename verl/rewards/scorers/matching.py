@@ -314,7 +314,7 @@ def _split(text: str, separator: str) -> list[str]:
 
 
 def _base(text: str) -> str | None:
-    """``6`` of ``120_6``: math-verify would not look at it."""
+    """Return the base of a number, ``6`` of ``120_6``, which math-verify ignores."""
     found = re.fullmatch(r"[\dA-Fa-f]+_\{?(\d+)\}?", text)
     return found[1] if found else None
 

@@ -48,6 +48,9 @@ def compute_score(
 
     Args:
         method: ``strict`` wants all of the answer to be equal, ``subem`` finds the golden answer in it.
+
+    Raises:
+        ValueError: unknown method.
     """
     if method not in ("strict", "subem"):
         raise ValueError(f"method={method!r} is not a way to compare answers: use 'strict' or 'subem'.")

@@ -9,7 +9,7 @@ from typing import Any
 
 
 def tool_calls(text: str) -> list[dict[str, Any]] | None:
-    """The calls of a response; none if it makes none; None if what it writes there is no call."""
+    """Return the calls of a response: an empty list if it makes none; None if the text between the tags is no call."""
     written = _between(text, "<tool_call>", "</tool_call>")
     if written is None:
         return []
