@@ -107,10 +107,10 @@ def outcome_scores(token_level_rewards: Tensor) -> Tensor:
 def for_each_token(per_response: Tensor, rewards: Tensor, response_mask: Tensor) -> tuple[Tensor, Tensor]:
     """Advantages and returns, equal, of tokens that share their response's number: (B,) to (B, R), like ``rewards``."""
     advantages = ValidTokens(response_mask).spread(per_response.to(rewards.dtype))
+    # one tensor under two names: change neither in place
     return advantages, advantages
 
 
-# one tensor under two names: change neither in place
 def pack_finite(name: str, x: Tensor, tokens: ValidTokens) -> Tensor:
     """Pack (B, R) to (M,), in float32 or better.
 

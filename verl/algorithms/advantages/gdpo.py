@@ -54,8 +54,8 @@ def compute_gdpo_outcome_advantage(
 
     Source: Liu et al. 2026, GDPO (arXiv:2601.05242).
     """
-    outcome_scores(token_level_rewards)
     # for its check alone: NaN rewards are refused though the columns are what is read
+    outcome_scores(token_level_rewards)
     keys, weights = _rewards_to_combine(config)
     groups, tokens = Groups(index, token_level_rewards.device), ValidTokens(response_mask)
     combined = torch.zeros(len(response_mask), dtype=torch.float64, device=token_level_rewards.device)

@@ -79,6 +79,7 @@ def compute_agentic_reinforce_advantage(
     Source: the ``agentic_reinforce`` of ROLL; credit by chunks of interaction: arXiv:2512.24873.
     """
     turns = find_turns(token_level_rewards, response_mask)
+    # `algorithm.gamma`, as in `reinforce`, but here per turn
     returns = turns.to_tokens(turns.to_go(gamma))
     return returns, returns
 

@@ -53,6 +53,7 @@ def compute_reinforce_plus_plus_outcome_advantage(
     tokens = ValidTokens(response_mask)
     r = pack_finite("token_level_rewards", token_level_rewards, tokens)
     returns = tokens.suffix_sum(r, config.gamma if gamma is None else gamma)
+    # returns stay on the scale of the rewards: only advantages are whitened
     return tokens.unpack(whiten(returns, tokens) if whiten_advantages else returns), tokens.unpack(returns)
 
 

@@ -23,5 +23,6 @@ def compute_policy_loss_cispo(x: LossInputs) -> TokenLoss:
     Source: MiniMax-M1, 2025, equations 4 and 5 (arXiv:2506.13585).
     """
     low, high = x.clip_range
+    # `ratio` is made of detached log-probs: the weight is a constant, clipped or not
     weight = x.ratio.clamp(1 - low, 1 + high)
     return TokenLoss(-weight * x.advantages * x.log_prob, x.ratio > 1 + high, x.ratio < 1 - low)

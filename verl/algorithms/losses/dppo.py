@@ -28,6 +28,7 @@ def compute_policy_loss_dppo_tv(x: LossInputs) -> TokenLoss:
     """
     low, high = x.clip_range
     moved = x.log_prob.detach().exp() - x.old_log_prob.exp()
+    # one side only: a token that moved against its advantage is free to come back
     is_held = torch.where(x.advantages > 0, moved > high, -moved > low)
     return _policy_gradient_unless(is_held, x)
 

@@ -54,6 +54,7 @@ def compute_value_loss(
         losses = 0.5 * torch.maximum(error.square(), clipped_error.square())
         slope = error * ~is_clipped
     losses = losses + slope * (v - v.detach())  # adds 0 to the value, the slope to the gradient
+    # the width of this micro-batch: `ValueLoss` puts the configured length in its place
     loss = agg_rows(tokens.row_sum(losses), tokens.lengths, loss_agg_mode, response_mask.shape[-1])
     return loss, tokens.mean(is_clipped)
 

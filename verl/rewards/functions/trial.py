@@ -73,7 +73,7 @@ _WRAPPED = {
 def _answers(ground_truth: Any) -> Iterator[str]:
     """Texts that a ground truth may mean, the likeliest first."""
     if hasattr(ground_truth, "tolist"):
-        # of parquet, lists arrive as arrays
+        # lists in parquet files arrive as arrays
         ground_truth = ground_truth.tolist()
     if isinstance(ground_truth, str):
         parsed = _parsed(ground_truth)

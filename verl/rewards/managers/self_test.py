@@ -66,6 +66,7 @@ def self_test(
         by_source.setdefault(source, []).append(TrialRow(f"row {number}", source, truth, info))
     trials: list[Trial] = []
     for source, part in by_source.items():
+        # the time is that of all data sources; the first call of each is not on the clock
         left = seconds - sum(trial.seconds for trial in trials)
         if left <= 0:
             break

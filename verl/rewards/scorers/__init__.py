@@ -144,6 +144,7 @@ def default_compute_score(
         UnknownDataSource: the data source has no built-in scorer.
     """
     if judge and judge.get("url"):
+        # here: the module imports this one, and the config, which scorers do without
         from verl.rewards.scorers.judge import judge_of
 
         model = judge_of(judge)

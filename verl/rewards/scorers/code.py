@@ -43,6 +43,7 @@ def compute_score(
         ServiceError: the service gave no usable answer.
     """
     tests = read_tests(ground_truth)
+    # without the thoughts, whose blocks of code are drafts
     return _score(
         *(code_block(after_thinking(solution_str)), tests.first(FIRST) if continuous else tests, continuous, timeout),
         *(sandbox_fusion_url, concurrent_semaphore, memory_limit_mb or MEMORY_MB, max_concurrent),

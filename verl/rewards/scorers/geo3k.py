@@ -8,6 +8,7 @@ def format_reward(predict_str: str) -> float:
     """1.0 if the response is ``<think>...</think>`` and then a ``\\boxed{}``."""
     _, is_thought, rest = predict_str.partition("</think>")
     _, is_boxed, rest = rest.partition("\\boxed{")
+    # any closing brace will do for the format: the answer itself is read with balanced ones
     return float(bool(predict_str.startswith("<think>") and is_thought and is_boxed and "}" in rest))
 
 

@@ -14,6 +14,7 @@ def compute_score(solution_str: str, ground_truth: str) -> float:
 def gold_answer(ground_truth: str) -> str:
     """The answer of a row, out of its box if it stands in one."""
     text = str(ground_truth)
+    # an empty box is no answer: then the text itself is it
     return last_boxed(text) or text
 
 

@@ -44,6 +44,7 @@ def compute_score(
     answer = last_tagged(after_thinking(solution_str))
     if not answer:
         return 0.0
+    # as text: arguments of a fork server travel as JSON, which has no mapping but dict
     entry = json.dumps(dict(entry)) if isinstance(entry, Mapping) else str(entry)
     try:
         score = fork_server("verl.rewards.scorers.reasoning_gym_rules:score", SECONDS)(task, answer, entry)

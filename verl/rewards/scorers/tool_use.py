@@ -21,6 +21,7 @@ def tool_calls(text: str) -> list[dict[str, Any]] | None:
             return None
         if not isinstance(call, dict) or not isinstance(call.get("name"), str):
             return None
+        # models write either name, and null for no arguments
         arguments = call.get("parameters", call.get("arguments")) or {}
         if not isinstance(arguments, dict):
             return None
@@ -79,6 +80,7 @@ def _between(text: str, opening: str, closing: str) -> str | None:
 def _share(gold: list[dict[str, Any]], answer: list[dict[str, Any]]) -> float:
     names, other_names = (Counter(call["name"] for call in calls) for calls in (gold, answer))
     reached = (names & other_names).total() / (names | other_names).total()
+    # of the reference alone: superfluous calls cost through the names only
     best = 1.0 + len(gold) + sum(len(call["parameters"]) for call in gold)
     # places are negated, so that of equal fits the reversed order takes the first calls first
     fits = sorted(((_fit(ours, call), -i, -j) for i, ours in enumerate(gold) for j, call in enumerate(answer)))
