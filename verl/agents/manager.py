@@ -233,7 +233,7 @@ class AgentLoopManager:
         self._thread.start()
 
     def _publish_addresses(self, token: str | None) -> Path:
-        """Write where agents outside find the servers; only this user can read it."""
+        """Write the servers' addresses and key for agents in other processes; only this user can read the file."""
         path = Path(self.config.trainer.default_local_dir).expanduser().absolute() / SERVERS_FILE
         path.parent.mkdir(parents=True, exist_ok=True)
         part = path.with_suffix(".part")

@@ -58,7 +58,7 @@ def random_state(device: torch.device) -> dict[str, Any]:
 
 
 def set_random_state(state: dict[str, Any], device: torch.device) -> None:
-    """Continue every generator from ``random_state``."""
+    """Set every generator to a ``state`` from `random_state`."""
     torch.set_rng_state(state["cpu"])
     kind, keys, *rest = state["numpy"]
     np.random.set_state((kind, keys.numpy().astype(np.uint32), *rest))
@@ -94,7 +94,7 @@ class Background:
         self._error: BaseException | None = None
 
     def start(self, work: Callable[[], None]) -> None:
-        """Begin ``work``; that before is waited for."""
+        """Begin ``work`` when the call before has ended; raises what that raised."""
         self.wait()
 
         def run() -> None:
@@ -111,7 +111,7 @@ class Background:
         return self._thread is None or not self._thread.is_alive()
 
     def wait(self) -> None:
-        """Wait for the work, if any; raises what it raised."""
+        """Wait for the call under way, if any; raises what it raised."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
@@ -291,7 +291,7 @@ class CheckpointManager:
             self._background.wait()
 
     def _together(self, work: Callable[[], Any] | None) -> None:
-        """Do ``work`` and wait for all ranks to have done theirs; if one fails, all do."""
+        """Do ``work`` and wait for all ranks to have done theirs; raises on all ranks if one failed."""
         error: Exception | None = None
         try:
             if work is not None:

@@ -33,7 +33,7 @@ def file_name(part: str, world_size: int, rank: int) -> str:
 
 
 def write_layout(folder: Path, world_size: int, layout: str | None) -> None:
-    """Note how the files in ``folder`` are cut."""
+    """Write ``fsdp_config.json``: the number of ranks and the layout of the files in ``folder``."""
     metadata = {"FSDP_version": 2, "world_size": world_size, "layout": layout}
     (folder / METADATA_FILE).write_text(json.dumps(metadata, indent=4))
 
@@ -137,7 +137,7 @@ def _shown(folder: Path, most: int = 8) -> str:
 
 @contextmanager
 def _quiet_meshes() -> Iterator[None]:
-    """A saved DTensor brings its mesh along; that the mesh has no process group here is expected."""
+    """Silence torch's warning that the mesh of a saved DTensor has no process group here."""
     noisy = logging.getLogger("torch.distributed.device_mesh")
     level = noisy.level
     noisy.setLevel(logging.ERROR)

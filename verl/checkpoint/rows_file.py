@@ -79,7 +79,7 @@ def read_metadata(path: Path) -> dict[str, Any]:
 
 
 def check_savable(rows: DataProto) -> None:
-    """Raise what `save_rows` would, without writing."""
+    """Raise the ValueError that `save_rows` would raise for its object columns, without writing."""
     for name, array in rows.non_tensor_batch.items():
         _plain_column(name, array, {})
 
@@ -143,7 +143,7 @@ def _put(tensor: Tensor, place: str, tensors: dict[str, Tensor]) -> str:
 
 
 def _restored(value: Any, tensors: Mapping[str, Tensor]) -> Any:
-    """The value that `_plain` took."""
+    """Return the value that `_plain` wrote."""
     if isinstance(value, list):
         return [_restored(item, tensors) for item in value]
     if not isinstance(value, dict):

@@ -37,7 +37,11 @@ def step_folder(root: str | Path, step: int) -> Path:
 
 
 def step_of(folder: str | Path) -> int:
-    """The step number in a checkpoint folder's name."""
+    """Return the step number in a checkpoint folder's name.
+
+    Raises:
+        ValueError: the name is not ``global_step_<number>``.
+    """
     match = re.fullmatch(r"global_step_(\d+)", Path(folder).name)
     if not match:
         raise ValueError(
@@ -181,7 +185,7 @@ def drop_emptied(root: str | Path, steps: list[int]) -> list[int]:
 
 
 def write_atomic(target: Path, write: Any) -> None:
-    """Let ``write(path)`` fill a file next to ``target`` and put it in place whole."""
+    """Write a file with ``write(path)`` next to ``target``, flush it to the disk, and rename it to ``target``."""
     part = target.with_name(target.name + ".part")
     write(part)
     with open(part, "rb") as file:  # to the disk before the name: else a crash could leave an empty file under it
@@ -205,12 +209,16 @@ def upload(root: str, folder: Path, step: int) -> None:
 
 
 def forget(root: str, step: int) -> None:
-    """Delete the copy of a step."""
+    """Delete the copy of a step from the store."""
     fs.remove(_remote_folder(root, step))
 
 
 def newest_step(root: str) -> int | None:
-    """Return the step whose copy was completed last; None if there is none."""
+    """Return the step whose copy was completed last; None if there is none.
+
+    Raises:
+        ValueError: the tracker file holds no step number.
+    """
     tracker = f"{root.rstrip('/')}/{TRACKER}"
     if not fs.exists(tracker):
         return None

@@ -27,7 +27,7 @@ Piece = Tensor | dict[str, Any]
 
 
 def flat_piece(flat: Tensor, start: int, shape: Sequence[int]) -> dict[str, Any]:
-    """The numbers from ``start`` on of a tensor of ``shape``, laid out in a row."""
+    """Return a flat piece: ``flat`` (n,) are the numbers from ``start`` on of a flattened tensor of ``shape``."""
     return {"flat": flat, "start": int(start), "shape": tuple(shape)}
 
 
@@ -96,7 +96,11 @@ def _join_slices(held: list[tuple[int, Any]], name: str) -> Tensor:
 
 
 def slice_of_rank(tensor: DTensor, rank: int) -> tuple[slice, ...]:
-    """Return the shard of the whole that ``rank`` holds, with the layout of ``tensor``."""
+    """Return the slices of the whole tensor, one a dimension, that ``rank`` holds in the layout of ``tensor``.
+
+    Raises:
+        ValueError: ``rank`` is not in its mesh, or a placement is neither Shard nor Replicate.
+    """
     mesh = tensor.device_mesh.mesh
     found = (mesh == rank).nonzero()
     if len(found) != 1:

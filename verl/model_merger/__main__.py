@@ -110,7 +110,7 @@ def _step_of(folder: Path) -> int:
 
 
 def parser(operation: str | None = None) -> argparse.ArgumentParser:
-    """The words after ``verl merge`` or ``verl merge test``; None: those after ``python -m verl.model_merger``."""
+    """The parser of ``verl merge`` or ``verl merge test``; for None that of ``python -m verl.model_merger``."""
     prog = {None: "python -m verl.model_merger", "merge": "verl merge"}.get(operation, f"verl merge {operation}")
     top = argparse.ArgumentParser(prog=prog, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     if operation is not None:

@@ -84,7 +84,7 @@ class Source:
         )
 
     def source_dtype(self) -> torch.dtype:
-        """Return the precision in the config."""
+        """Return the dtype in the config, float32 if it has none."""
         config = self.config()
         return getattr(config, "dtype", None) or getattr(config.get_text_config(), "dtype", None) or torch.float32
 

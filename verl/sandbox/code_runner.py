@@ -83,7 +83,7 @@ def read_tests(ground_truth: Any) -> Tests:
     """Tests of ``{"inputs": [...], "outputs": [...], "fn_name": ..., "assert_case": [...]}``, as JSON or dict.
 
     Raises:
-        ValueError: it is none, or has no tests.
+        ValueError: it is not of this form, or has no tests.
     """
     return _parse(ground_truth) if isinstance(ground_truth, str) else _tests(ground_truth)
 
@@ -262,8 +262,8 @@ def run(code: str, tests: list[dict[str, Any]], limits: dict[str, Any], output_k
     try:
         program = compile(code, "solution.py", "exec")
         checks = [compile(test["check"], "test.py", "exec") if "check" in test else None for test in tests]
-    # the last two: code nested too deep for the parser
     except (SyntaxError, ValueError, OverflowError, RecursionError, MemoryError) as error:
+        # the last two: code nested too deep for the parser
         return [_result("compile", detail=f"{type(error).__name__}: {error}")] * len(tests)
     end = time.monotonic() + total_s
     results = []
@@ -319,7 +319,7 @@ def _run_one(program: Any, check: Any, test: dict[str, Any], limits: Limits, out
 
 
 def _read(limits: dict[int, int], seconds: float) -> tuple[dict[int, bytes], bool]:
-    """Read pipes to their ends, and close them; whether one held more than its limit."""
+    """Read pipes to their ends and close them; returns the bytes, and whether one held more than its limit."""
     texts, waiting, end = dict.fromkeys(limits, b""), set(limits), time.monotonic() + seconds
     try:
         while waiting and (ready := select.select(list(waiting), [], [], max(0.0, end - time.monotonic()))[0]):

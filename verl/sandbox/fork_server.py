@@ -103,7 +103,7 @@ class ForkServer:
         self._channel.sendall(framed(json.dumps(message).encode()))
 
     def _receive(self, seconds: float) -> dict[str, Any] | None:
-        """The fork server's next message; None, and the fork server ended, if none comes."""
+        """Return the fork server's next message; if none comes in time, end the fork server and return None."""
         payload = None
         with suppress(OSError):
             payload = receive(self._channel, seconds)
@@ -119,7 +119,7 @@ def fork_server(function: str, timeout_s: float, memory_mb: int = 1024) -> ForkS
 
 @lru_cache(maxsize=64)
 def _of_process(pid: int, function: str, timeout_s: float, memory_mb: int) -> ForkServer:
-    """Keyed by pid: a forked child must not share its parent's socket."""
+    """Return the server cached under its arguments; by ``pid``, since a fork must not share its parent's socket."""
     return ForkServer(function, timeout_s, memory_mb)
 
 
@@ -127,7 +127,7 @@ def _of_process(pid: int, function: str, timeout_s: float, memory_mb: int) -> Fo
 
 
 def main() -> None:
-    """The fork server: hands each request to the worker, watches the clock, passes the reply on.
+    """Serve requests: hand each to the worker, watch the clock, pass the reply on.
 
     It ends with its channel: the kernel's death signal would follow the *thread* that started it, and reward threads
     come and go.
@@ -173,7 +173,7 @@ class _Worker:
         theirs.close()
 
     def answer(self, request: bytes, timeout_s: float) -> bytes:
-        """The reply to a request, or the outcome of a worker that gives none; that one has ended."""
+        """Return the reply to a request; if none comes in time, end the worker and return its outcome as a reply."""
         reply = None
         try:
             self.channel.settimeout(None)
@@ -192,7 +192,7 @@ class _Worker:
         return _failed(Outcome.CRASH, "the call ended its process")
 
     def end(self) -> int:
-        """Kill it and everything below it; returns its return code, its own if it had ended before."""
+        """Kill the worker and everything below it; returns its return code, its own if it had ended before."""
         self.has_ended = True
         self.channel.close()
         return kill_tree(self.pid)

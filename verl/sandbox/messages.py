@@ -106,7 +106,7 @@ class FrameReader:
 
 
 def encode(message: Any) -> bytes:
-    """As msgpack; what it has no form for becomes the nearest it has, or its ``repr``."""
+    """Return ``message`` as msgpack; a value of a type it lacks as the nearest it has, or as its ``repr``."""
     # surrogatepass: text decoded from broken bytes may hold half characters, which UTF-8 refuses
     return msgpack.packb(_plain(message, 0), default=shown, strict_types=False, unicode_errors="surrogatepass")
 
@@ -163,7 +163,7 @@ class _Shown:
 
 
 def describe(function: Callable) -> dict[str, Any]:
-    """Name, place and parameters of a function; the latter null where it does not tell."""
+    """Return name, parameters (None where it has no signature) and ``is_async`` of a function."""
     parameters: list[list] | None = []
     try:
         for one in inspect.signature(function).parameters.values():
@@ -177,7 +177,7 @@ def describe(function: Callable) -> dict[str, Any]:
 
 
 def signature_of(parameters: list | None) -> inspect.Signature | None:
-    """The signature that `describe` wrote down."""
+    """Return the signature that `describe` took apart; None if there was none."""
     if parameters is None:
         return None
     return inspect.Signature(
@@ -194,7 +194,7 @@ def signature_of(parameters: list | None) -> inspect.Signature | None:
 
 
 def name_of(function: Any) -> str:
-    """``compute_score (path/to/file.py:3)`` for messages."""
+    """Return ``compute_score (path/to/file.py:3)``, for messages."""
     while isinstance(function, functools.partial):
         function = function.func
     if hasattr(function, "described_name"):

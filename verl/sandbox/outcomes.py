@@ -83,7 +83,7 @@ class Failure:
 
     @classmethod
     def of(cls, error: BaseException, kind: Outcome | None = None) -> "Failure":
-        """The failure that an exception is; its trace begins with the user's own frames."""
+        """Return the failure for an exception; its trace begins with the first frame of the user's code."""
         if kind is None:
             is_exit, is_memory = isinstance(error, SystemExit), isinstance(error, MemoryError)
             kind = Outcome.EXIT if is_exit else Outcome.MEMORY if is_memory else Outcome.RAISED
@@ -114,7 +114,7 @@ class SandboxError(RuntimeError):
 
 
 class NotCalled:
-    """In the place of an outcome: the call was not made, after too many others had failed."""
+    """Outcome of a call that was not made, since too many others had failed."""
 
 
 def scored(result: Any) -> Scored | Failure:
@@ -167,8 +167,7 @@ def to_number(result: Any) -> float:
         )
     try:
         number = float(score)
-    # an int beyond the range of floats
-    except OverflowError:
+    except OverflowError:  # an int beyond the range of floats
         number = math.inf
     if not math.isfinite(number):
         raise ValueError(f"the function returned {number}; a score must be finite")
@@ -176,7 +175,7 @@ def to_number(result: Any) -> float:
 
 
 def shown(value: Any) -> str:
-    """An excerpt of a value's ``repr``; that, too, is code of the user's and may fail."""
+    """Return an excerpt of a value's ``repr``, which is the user's code and may fail."""
     from verl.utils.py_functional import excerpt  # imports asyncio, which a supervisor's start has no time for
 
     try:

@@ -32,7 +32,7 @@ _FRAME = re.compile(r'  File "(?P<file>.*)", line (?P<line>\d+) in (?P<name>.*)'
 
 @dataclass(frozen=True)
 class Call:
-    """A call to come: its number, the responses it is about (null: one, scored by itself), its pickled arguments."""
+    """One call: its number, the number of responses it scores (None: one, by itself), its pickled arguments."""
 
     number: int
     count: int | None
@@ -78,7 +78,7 @@ class Process:
         self.write()
 
     def write(self) -> None:
-        """Send what the channel takes by now."""
+        """Send as much of the unsent bytes as the channel takes without blocking."""
         # a broken pipe is no error here: `read` finds the end of the process, and its outcome
         with contextlib.suppress(BlockingIOError, BrokenPipeError, ConnectionResetError):
             while self.unsent:
@@ -103,7 +103,7 @@ class Process:
         return messages, is_there
 
     def forward_output(self) -> None:
-        """Print what the process has printed; of one that prints without end, the beginning."""
+        """Print the output of the process, the first 256 KiB of a hand-over, and count its bytes."""
         for pipe, stream in ((self.popen.stdout, sys.stdout), (self.popen.stderr, sys.stderr)):
             with contextlib.suppress(BlockingIOError, ValueError):
                 while data := os.read(pipe.fileno(), 1 << 16):
@@ -129,7 +129,7 @@ class Process:
         return None
 
     def _stack(self) -> str:
-        """Return the stack of the process, which it writes on a signal."""
+        """Return the stack that faulthandler writes on SIGUSR1; empty if there is none within 0.2 s."""
         below = list(descendants(self.popen.pid))
         program = below[1] if len(below) > 1 else None  # after init
         # before it is ready SIGUSR1 may have no handler yet, and would end it
@@ -152,7 +152,7 @@ class Process:
                 self.last_words = (self.last_words + data)[-65536:]
 
     def end(self) -> Failure:
-        """End the process and all below it, or say how it ended by itself."""
+        """End the process and all below it; returns the failure for the way it ended."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             # one that has hung up is ending by itself, and its exit code tells how
             self.popen.wait(0.5 if self.popen.poll() is None and self._has_hung_up() else 0)
@@ -208,7 +208,7 @@ _PASSED_ON = {error.__name__: error for error in (FileNotFoundError, AttributeEr
 
 
 class SlowStart(RuntimeError):
-    """A file was not loaded in the time it had: whether something is wrong with it is not known."""
+    """A file was not loaded within ``start_timeout_s``; it may be slow or broken."""
 
 
 @dataclass(frozen=True)
@@ -250,7 +250,7 @@ class Pool:
         self._open()
 
     def _open(self) -> None:
-        """Have processes: at first, after a close, and in a forked child, where those of the parent are not ours."""
+        """Start the processes unless there are some: at first, after a close, and in a fork, apart from its parent's."""
         if os.getpid() != self._owner:
             self._owner, self._lock, self._processes = os.getpid(), threading.RLock(), []
         if not self._processes:
@@ -368,7 +368,7 @@ class _Run:
                 self._look_at(index, process)
 
     def _wait(self) -> None:
-        """Until a process has something to say, or is late."""
+        """Wait until a process can be read or written, or is over its time; 1 s at most."""
         # poll: `select` takes no file numbers above 1023, which a trainer may reach
         with selectors.PollSelector() as selector:
             for process in self.pool._processes:
@@ -517,12 +517,12 @@ class SandboxedFunction:
     def rows(
         self, calls: Sequence[tuple[tuple, dict[str, Any]]], bear: int | None = None
     ) -> list[Scored | Failure | NotCalled]:
-        """One call a sample, each with its arguments; none is made after more than ``bear`` failures."""
+        """Make one call a sample, each with its arguments; no more are made after more than ``bear`` failures."""
         results = self.pool([(None, args, kwargs) for args, kwargs in calls], self.timeout_s, bear)
         return [NotCalled() if outcomes is None else outcomes[0] for outcomes in results]
 
     def batch(self, count: int, kwargs: dict[str, Any]) -> list[Scored | Failure]:
-        """One call about ``count`` samples."""
+        """Make one call about ``count`` samples; returns one outcome for each."""
         [outcomes] = self.pool([(count, (), kwargs)], self.batch_timeout_s)
         return outcomes if len(outcomes) == count else outcomes * count
 

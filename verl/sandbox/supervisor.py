@@ -175,7 +175,7 @@ class Supervisor:
 
 
 def _ticks(pid: int) -> int:
-    """Processor time of a process so far, in clock ticks."""
+    """Return the processor time of a process so far, user and system, in clock ticks; 0 if it is gone."""
     try:
         with open(f"/proc/{pid}/stat") as file:
             # the name before it may hold spaces and parentheses; behind it fields 11 and 12 are user and system time
@@ -194,7 +194,7 @@ def _resident(pid: int) -> int:
 
 
 def _proportional(pid: int) -> int:
-    """Resident memory with shared pages divided among those who share them."""
+    """Return resident bytes with shared pages divided among those who share them."""
     try:
         with open(f"/proc/{pid}/smaps_rollup") as file:
             return next((int(line.split()[1]) * 1024 for line in file if line.startswith("Pss:")), 0)

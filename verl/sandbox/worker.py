@@ -50,7 +50,7 @@ def main() -> None:
 
 
 class Worker:
-    """Calls one function, again and again, with what arrives on a channel."""
+    """Calls one function with the arguments that arrive on a channel, and sends the outcomes back."""
 
     def __init__(self, channel: socket.socket, limits: Limits, max_concurrent: int):
         self.channel, self.limits, self.max_concurrent = channel, limits, max_concurrent
@@ -81,7 +81,7 @@ class Worker:
                 self._await(waiting, timeout_s)
 
     def _call(self, number: int, count: int | None, call: bytes) -> Any:
-        """Scores and failures, a list; or an awaitable of what the function returns."""
+        """Return the outcomes, one a response, or of an async function the awaitable of its result."""
         self._prepare(call)
         try:
             args, kwargs = pickle.loads(call)
@@ -91,7 +91,7 @@ class Worker:
             return [Failure.of(error)] * (count or 1)
 
     def _prepare(self, call: bytes) -> None:
-        """Have each call find the same process, whichever calls came before it."""
+        """Seed the random generators by the call and set its CPU limit, whichever calls came before it."""
         # of the pickled arguments: a call draws the same numbers in whichever process, after whichever calls
         seed = zlib.crc32(call)
         random.seed(seed)

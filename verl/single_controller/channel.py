@@ -75,7 +75,7 @@ class SharedMemoryPool:
         return PackedMessage(sizes, inline, segment)
 
     def release(self, number: int) -> None:
-        """Count one receiver less that holds a segment."""
+        """Subtract one from the receivers that hold a segment; without any it is free."""
         self._segments[number].holders -= 1
 
     def close(self) -> None:
@@ -149,7 +149,7 @@ class MessageEndpoint:
         self._released: deque[int] = deque()  # segments of the other end without an array here
 
     def address(self, packed: PackedMessage) -> WireMessage:
-        """Make the message for the other end."""
+        """Return a packed message as it is sent to this receiver, which holds its segment from now on."""
         closed = [number for number in self._sent if not self.memory_pool.knows(number)]
         # one by one: a finalizer may append meanwhile, from any thread
         released = [self._released.popleft() for _ in range(len(self._released))]

@@ -265,7 +265,7 @@ class StderrTail:
         return self._ours
 
     def end(self) -> str:
-        """The end of what was written until now."""
+        """Return the last lines of what was written until now, as `end_of_stderr` picks them."""
         self.pass_on()
         return end_of_stderr(self._kept.decode(errors="replace"))
 

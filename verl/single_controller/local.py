@@ -246,7 +246,7 @@ class ForkedHosts(Hosts):
         call.finish(output=content)
 
     def _cause(self, error: WorkerError) -> WorkerError | WorkerDied:
-        """Return the end of another rank, if one caused this failure: a lost connection is seen before the exit."""
+        """Return the death of another rank, if one caused this error; it may be seen later than the lost connection."""
         deadline = time.monotonic() + (_DEATH_GRACE_S if self.world_size > 1 else 0)
         while True:
             for rank, child in enumerate(self._children):
@@ -274,7 +274,7 @@ class ForkedHosts(Hosts):
 
 
 class _Rank:
-    """The child's side: runs calls until the driver closes the connection."""
+    """Child process of one rank: runs calls until the driver closes the connection."""
 
     def __init__(
         self,

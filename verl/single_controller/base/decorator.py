@@ -182,7 +182,6 @@ class _DynamicEnumMeta(type):
         return cls._members[name]
 
     def __getattr__(cls, name: str) -> Any:
-        # names with an underscore first: `_members` itself would come here again, without end
         if name.startswith("_") or name not in cls._members:
             raise AttributeError(f"{cls.__name__} has no member {name!r}; it has {', '.join(cls._members)}")
         return cls._members[name]
@@ -280,7 +279,11 @@ class Mesh:
 
     @staticmethod
     def from_positions(name: str, positions: Sequence[tuple[int, bool] | None]) -> Mesh:
-        """Build from what each rank registered: (dp_rank, is_collect), None where it registered nothing."""
+        """Build from what each rank registered: (dp_rank, is_collect), None where it registered nothing.
+
+        Raises:
+            ValueError: a rank registered nothing, or a dp rank is missing or has not exactly one collecting rank.
+        """
         silent = [rank for rank, place in enumerate(positions) if place is None]
         if silent:
             raise ValueError(
@@ -335,7 +338,11 @@ def dispatch_rows(group, *args, mesh_name: str | None = None, **kwargs) -> Args:
 
 
 def dispatch_lists(group, *args, mesh_name: str | None = None, **kwargs) -> Args:
-    """Arguments are lists of one element per dp rank."""
+    """Give each rank its dp rank's element of every argument, a list of one element per dp rank.
+
+    Raises:
+        ValueError: an argument is no list of that length.
+    """
     mesh = group.mesh(mesh_name)
 
     def each(value):
@@ -421,7 +428,11 @@ def register_dispatch_mode(dispatch_mode_name: str, dispatch_fn: Callable, colle
 
 
 def update_dispatch_mode(dispatch_mode: Dispatch, dispatch_fn: Callable, collect_fn: Callable) -> None:
-    """Replace the functions of a known mode, for methods registered from now on."""
+    """Replace the functions of a known mode, for methods registered from now on.
+
+    Raises:
+        ValueError: the mode is not known.
+    """
     if dispatch_mode not in _MODES:
         raise ValueError(f"dispatch mode {dispatch_mode!r} is not known; known are {list(_MODES)}.")
     _MODES[dispatch_mode] = _plain_mode(dispatch_fn, collect_fn)
@@ -443,7 +454,11 @@ def make_nd_compute_dataproto_dispatch_fn(mesh_name: str) -> Mode:
 
 
 def resolve_mode(dispatch_mode: Dispatch | Mode | dict, mesh_name: str | None) -> Mode:
-    """Return the functions of a dispatch mode as `register` takes it."""
+    """Return the functions of a dispatch mode as `register` takes it.
+
+    Raises:
+        ValueError: it is not a mode, or a dict without both functions.
+    """
     if isinstance(dispatch_mode, Mode):
         return dispatch_mode
     if isinstance(dispatch_mode, dict):

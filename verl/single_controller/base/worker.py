@@ -22,7 +22,7 @@ MESH_POSITIONS = "__mesh_positions__"
 
 
 class Worker:
-    """One rank of one role. Subclasses call ``super().__init__()`` and mark their verbs with `register`.
+    """One rank of one role. Subclasses call ``super().__init__()`` and mark their methods with `register`.
 
     Attributes:
         fused_worker_dict: role name -> worker, for all roles living in this process.

@@ -104,7 +104,11 @@ class ColocatedClasses:
 
 
 def create_colocated_worker_cls(class_dict: Mapping[str, ClassWithInitArgs]) -> ColocatedClasses:
-    """Put several roles, name -> class with arguments, into the processes of one group."""
+    """Put several roles, name -> class with arguments, into the processes of one group.
+
+    Raises:
+        ValueError: no role is named.
+    """
     return ColocatedClasses(class_dict)
 
 
@@ -240,7 +244,7 @@ class WorkerGroup(ABC):
         """Start the processes of the pool and build the roles in each."""
 
     def _adopt(self, hosts: Hosts, roles: Mapping[str, ClassWithInitArgs], timeout: float | None) -> None:
-        """Become a view of these roles on running processes."""
+        """Make this group a view of these roles on running processes: bind their registered methods."""
         self._hosts, self._roles, self.timeout = hosts, dict(roles), timeout
         self._meshes: dict[str, Mesh] = {}
         self._positions: list[dict] | None = None
@@ -270,7 +274,11 @@ class WorkerGroup(ABC):
         return list(self._hosts.pids)
 
     def spawn(self, prefix_set: Iterable[str]) -> dict[str, WorkerGroup]:
-        """A view for each named role, on the same processes."""
+        """Return a view for each named role, on the same processes.
+
+        Raises:
+            ValueError: the group has no such role.
+        """
         known = self._roles | self._fused_roles()
         if unknown := sorted(set(prefix_set) - set(known)):
             raise ValueError(f"spawn: roles {unknown} are not in this group; it holds {sorted(known)}.")
@@ -349,7 +357,11 @@ class WorkerGroup(ABC):
     # Meshes -----------------------------------------------------------------------------------------------------------
 
     def mesh(self, name: str | None = None) -> Mesh:
-        """Return the mesh of this name that the workers registered; one part per rank if none did, or for None."""
+        """Return the mesh of this name that the workers registered; one part per rank if none did, or for None.
+
+        Raises:
+            ValueError: only some ranks registered it, or their positions make no mesh.
+        """
         if name == ONLY_MESH:
             known = sorted({mesh for positions in self._mesh_positions() for mesh in positions})
             if len(known) > 1:
@@ -468,7 +480,7 @@ def invoke(group, name: str, registration: Registration, args: tuple, kwargs: di
 
 @dataclass
 class GroupFuture(DataProtoFuture):
-    """Waits through its group, so that a worker that fails or dies meanwhile is named."""
+    """DataProtoFuture of a call on a group: raises the group's errors, with role and rank, and keeps its timeout."""
 
     wait_fn: Callable[[list], list] = list
     """Futures of the group -> their outputs."""

@@ -297,7 +297,7 @@ class RayHosts(Hosts):
         self.wait([_RayCall(ref, rank, role, "__init__") for rank, ref in enumerate(refs)], left)
 
     def meet(self, role: str, timeout: float | None) -> None:
-        """Learn the process ids, and watch the processes on this node: the system knows best how they end."""
+        """Fetch process ids; watch the processes on this node by pidfd; find the ranks that can open shared memory."""
         calls = [_RayCall(actor.identity.remote(), rank, role, "__init__") for rank, actor in enumerate(self.actors)]
         here = ray.get_runtime_context().get_node_id()
         for rank, (pid, node, address) in enumerate(self.wait(calls, timeout)):
@@ -374,7 +374,7 @@ class RayHosts(Hosts):
         return WorkerTimeout(first.role, first.method, ranks, self.world_size, timeout, report)
 
     def _failure(self, calls: list[_RayCall], error: RayTaskError) -> WorkerGroupError:
-        """A method raised. If a rank died just before, its death is the failure, the exception only its echo."""
+        """Return the error of a method that raised, or the death of a rank just before, which is its cause."""
         _, pending = ray.wait([call.ref for call in calls], num_returns=len(calls), timeout=0)
         all_seen_alive = len(self._watched) == self.world_size and not any(map(is_readable, self._watched.values()))
         # where a rank has ended, or cannot be watched, Ray's answer to its call tells how it is, and may take a moment

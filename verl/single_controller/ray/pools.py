@@ -37,7 +37,8 @@ class RayResourcePool(ResourcePool):
         detached: bool = False,
         accelerator_type: str | None = None,
     ):
-        """
+        """Describe the pool; placement groups are made at the first `get_placement_groups`.
+
         Args:
             use_gpu: whether each process reserves a GPU; None: if the device of the group is not "cpu".
             accelerator_type: a Ray resource name every node must offer.
@@ -123,7 +124,11 @@ def sort_placement_group_by_node_ip(pgs: Sequence[PlacementGroup]) -> list[Place
 def extract_pg_from_exist(
     resource_pools: Mapping[str, RayResourcePool], src_role_names: Sequence[str], resource_pool: RayResourcePool
 ) -> list[PlacementGroup]:
-    """Placement groups of the named pools that are large enough for ``resource_pool``, one for each of its nodes."""
+    """Return placement groups of the named pools that are large enough for ``resource_pool``, one for each node.
+
+    Raises:
+        ValueError: none that is left is large enough for a node.
+    """
     named = [pool for name, pool in resource_pools.items() if name in src_role_names]
     free = sorted((pg for pool in named for pg in pool.get_placement_groups()), key=lambda pg: pg.bundle_count)
     found: dict[int, PlacementGroup] = {}
@@ -140,7 +145,11 @@ def extract_pg_from_exist(
 
 
 def merge_resource_pool(rp1: RayResourcePool, rp2: RayResourcePool) -> RayResourcePool:
-    """One pool over the placement groups of both."""
+    """Return one pool over the placement groups of both.
+
+    Raises:
+        ValueError: they differ in use_gpu, max_colocate_count, n_gpus_per_node or detached.
+    """
     kinds = [(pool.use_gpu, pool.max_colocate_count, pool.n_gpus_per_node, pool.detached) for pool in (rp1, rp2)]
     if kinds[0] != kinds[1]:
         raise ValueError(f"pools of different kinds cannot be merged: (use_gpu, max_colocate_count, ...) are {kinds}.")
