@@ -250,7 +250,7 @@ class Pool:
         self._open()
 
     def _open(self) -> None:
-        """Start the processes unless there are some: at first, after a close, and in a fork, apart from its parent's."""
+        """Start the processes unless there are some: at first, after a close, and in a fork, without its parent's."""
         if os.getpid() != self._owner:
             self._owner, self._lock, self._processes = os.getpid(), threading.RLock(), []
         if not self._processes:
