@@ -4,6 +4,7 @@ import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from enum import StrEnum
 from functools import partial
 from typing import Any
 
@@ -17,6 +18,25 @@ class AgentLoopMetrics:
 
     generate_sequences: float = 0.0
     tool_calls: float = 0.0
+
+
+class EpisodeStatus(StrEnum):
+    """How an episode ended."""
+
+    COMPLETED = "completed"
+    """The environment, the simulated user or the policy ended it."""
+    TRUNCATED = "truncated"
+    """The environment ended it at a limit of its own."""
+    ASSISTANT_TURNS = "max_assistant_turns"
+    USER_TURNS = "max_user_turns"
+    TOOL_CALLS = "max_tool_calls"
+    TURN_TOKENS = "max_tokens_per_turn"
+    """A turn of the policy was cut at its limit of tokens."""
+    TOKENS = "max_tokens"
+    """The response window is full."""
+    TIMEOUT = "episode_timeout"
+    ERROR = "error"
+    """It failed: the row has no token in the loss, and counts in no group."""
 
 
 @dataclass
@@ -33,6 +53,18 @@ class AgentLoopOutput:
     reward_score: float | None = None
     """The row's reward, if the loop knows it; then no reward function is called. It belongs to the last token that the
     policy sampled, though tool output may follow."""
+    turn_rewards: Sequence[float] | None = None
+    """Rewards of the policy's turns, one for each of ``turn_spans``. Each belongs to the last token of its turn, next
+    to ``reward_score``, which is the episode's."""
+    turn_spans: Sequence[tuple[int, int]] | None = None
+    """First and last + 1 of the response tokens of each turn of the policy. None: the runs of ones in
+    ``response_mask``."""
+    turn_state_ids: Sequence[Any] | None = None
+    """State in which each turn began, for ``algorithm.adv_estimator=gigpo``: text, numbers or arrays."""
+    status: EpisodeStatus | str | None = None
+    """How the episode ended."""
+    messages: Sequence[Mapping[str, Any]] | None = None
+    """The conversation as chat messages, for dumps and traces."""
     num_turns: int = 2
     """Messages of all sides, the prompt counting as one."""
     metrics: Mapping[str, float] | AgentLoopMetrics = field(default_factory=dict)

@@ -8,6 +8,7 @@ from verl.config.algorithm import AlgorithmConfig
 from verl.config.base import Config, option, read_if, section
 from verl.config.critic import CriticConfig
 from verl.config.data import DataConfig
+from verl.config.env import EnvConfig
 from verl.config.reward import RewardFunctionConfig, RewardModelConfig
 from verl.config.rollout import RolloutConfig
 from verl.config.trainer import ProfilerConfig, RayInitConfig, TrainerConfig
@@ -158,6 +159,9 @@ class PPOConfig(Config):
 
     ray_init: RayInitConfig = section(RayInitConfig)
     """Start of Ray."""
+
+    env: EnvConfig = section(EnvConfig)
+    """Environments, and the episodes of agent loops."""
 
     @property
     def uses_critic(self) -> bool:

@@ -65,7 +65,19 @@ class MultiTurnConfig(Config):
     """Turns of the user at most."""
 
     max_parallel_calls: int = option(1, above=0)
-    """Tool calls of one turn at most."""
+    """Tool calls of one turn that are answered; the others get an answer that says so."""
+
+    max_tool_calls: int | None = option(None, above=0)
+    """Tool calls of a conversation at most."""
+
+    max_tokens_per_turn: int | None = option(None, above=0)
+    """Tokens of one turn of the model at most. Null: what is left of the response window."""
+
+    tool_timeout: float = option(60.0, above=0)
+    """Seconds in which a tool must answer."""
+
+    function_tool_path: str | None = None
+    """Python file with functions marked as tools by ``verl.tools.function_tool``."""
 
     max_tool_response_length: int = option(256, above=0)
     """Characters of a tool's answer kept."""

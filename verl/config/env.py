@@ -1,0 +1,130 @@
+"""Options of environments and of the episodes that agent loops run in them."""
+
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
+
+from verl.config.base import Config, ReadIf, option, read_if, section
+
+_AGENTS = read_if("actor_rollout_ref.rollout.mode", "async", remark="runs no agent loops")
+
+
+@dataclass
+class EnvSplitConfig(Config):
+    """Environment groups of training, or of validation. Read by ``verl.trainer.main_agentic``."""
+
+    n_groups: int = option(8, above=0)
+    """Environment groups of a step: of each group all environments begin in the same state."""
+
+    group_size: int = option(8, above=0)
+    """Environments of a group, which is the group of GRPO: becomes ``rollout.n`` (of validation ``val_kwargs.n``)."""
+
+    redundancy: int = option(0, at_least=0)
+    """Further groups that a step starts; it trains on those complete first. Becomes ``rollout.over_sample_rate``."""
+
+    tags: list[str] = option([])
+    """Names of ``env.registry`` (or of built-in environments) that take part."""
+
+    groups_per_tag: list[int] | None = None
+    """Groups of each tag, ``n_groups`` in all. Null: as equal as can be."""
+
+    max_traj_per_env: int = option(-1, at_least=-1)
+    """Episodes of each environment in a step at most. -1: as many as ``data.train_batch_size`` asks for, which then
+    must be a multiple of ``n_groups``; without one, 1."""
+
+    format_penalty: float = 0.0
+    """Added to the reward of each turn without a valid action (``info["valid_action"]``). Mostly negative."""
+
+
+@dataclass
+class RewardNormalizationConfig(Config):
+    """Normalization of episode scores before the estimator, as RAGEN means it."""
+
+    grouping: Literal["state", "inductive", "batch"] = "state"
+    """Episodes that are compared: of the same group (``state``), of the same tag (``inductive``), or all."""
+
+    method: Literal["identity", "mean", "mean_std", "asym_clip"] = "identity"
+    """``identity``: none. ``mean``: minus the mean. ``mean_std``: over the standard deviation too. ``asym_clip``: that,
+    clipped to [-1, 3]. Source: RAGEN, Wang et al. 2025 (arXiv:2504.20073)."""
+
+
+@dataclass
+class EnvTagConfig(Config):
+    """An environment by the name of its tag."""
+
+    type: str = "FrozenLake"
+    """Built-in or registered name, ``path/file.py:Class``, ``package.module.Class`` or ``gymnasium:ID``."""
+
+    kwargs: dict[str, Any] = option({})
+    """Free-form: arguments of its class."""
+
+    max_steps: int | None = option(None, above=0)
+    """Turns of an episode at most. Null: ``multi_turn.max_assistant_turns``."""
+
+    max_tokens_per_step: int | None = option(None, above=0)
+    """Tokens of a turn at most. Null: what is left of the response window."""
+
+    system_prompt: str | None = None
+    """First message of the conversation, of role system."""
+
+    turn_template: str = "{observation}"
+    """Text of the user's message of each turn. Reads ``{observation}``, ``{turn}``, ``{turns_left}``, ``{max_steps}``."""
+
+    format_penalty: float | None = None
+    """Null: ``env.train.format_penalty``."""
+
+
+@dataclass
+class EnvConfig(Config):
+    """Environments, and the episodes that agent loops run in them and with tools."""
+
+    _read_if: ClassVar[ReadIf] = _AGENTS
+
+    num_workers: int = option(0, at_least=0)
+    """Processes that run environments, many in each; they can be killed. 0: they run in threads of the driver, where
+    a hung one is abandoned and cannot be killed."""
+
+    max_concurrent_steps: int | None = option(None, above=0)
+    """Steps of environments that run at a time. Null: no bound."""
+
+    reset_timeout: float = option(60.0, above=0)
+    """Seconds in which an environment must begin an episode."""
+
+    step_timeout: float = option(60.0, above=0)
+    """Seconds in which an environment must answer an action."""
+
+    episode_timeout: float | None = option(None, above=0)
+    """Seconds of an episode at most, generation included; of every agent loop. Null: no limit."""
+
+    memory_mb: int | None = option(None, above=0)
+    """MiB that one environment process may use. Null: no limit. Read with ``num_workers``."""
+
+    on_error: Literal["retry", "drop", "stop"] = "retry"
+    """When an agent loop, an environment or a tool's set-up fails: run the episode again and then drop it; drop it; or
+    stop the run. A dropped episode leaves its group, and is never a reward of 0."""
+
+    max_retries: int = option(1, at_least=0)
+    """Times that ``on_error=retry`` runs an episode again."""
+
+    max_error_share: float = option(0.25, at_least=0, at_most=1)
+    """Share of a step's episodes that may fail; with more the run ends with the causes."""
+
+    reward: Literal["auto", "environment", "function", "sum"] = "auto"
+    """Reward of a trajectory: that of the environment (agent loop); that of the reward function, turn rewards being
+    recorded only; or their sum. ``auto``: the environment's where the agent loop gives a ``reward_score``, else the
+    function's."""
+
+    render_save_dir: str | None = None
+    """Folder for the frames of validation episodes. Null: none are kept."""
+
+    reward_normalization: RewardNormalizationConfig = section(RewardNormalizationConfig)
+    """Normalization of episode scores."""
+
+    train: EnvSplitConfig = section(EnvSplitConfig)
+    """Environment groups of training."""
+
+    val: EnvSplitConfig = section(EnvSplitConfig)
+    """Environment groups of validation; their seeds never meet those of training."""
+
+    registry: dict[str, Any] = option({})
+    """Environments by tag: ``env.registry.<tag>.{type,kwargs,max_steps,max_tokens_per_step,system_prompt,turn_template,
+    format_penalty}``, the fields of ``verl.config.env.EnvTagConfig``."""
