@@ -84,7 +84,7 @@ class ConversationEnvironment(ABC):
         """End the episode, however it ended. Returns further columns; ``reward_score`` becomes the row's reward."""
         return {}
 
-    async def close(self) -> None:
+    async def close(self) -> None:  # noqa: B027
         """Give resources back; called once, also after a failure or a cancellation."""
 
 

@@ -67,7 +67,8 @@ class EnvTagConfig(Config):
     """First message of the conversation, of role system."""
 
     turn_template: str = "{observation}"
-    """Text of the user's message of each turn. Reads ``{observation}``, ``{turn}``, ``{turns_left}``, ``{max_steps}``."""
+    """Text of the user's message of each turn. Reads ``{observation}``, ``{turn}``, ``{turns_left}`` and
+    ``{max_steps}``."""
 
     format_penalty: float | None = None
     """Null: ``env.train.format_penalty``."""

@@ -21,12 +21,13 @@ class Environment(Protocol):
     """One episode at a time: `reset` begins it, `step` answers each action until it is terminated or truncated.
 
     Both methods may be ``async``. All randomness comes from ``seed``: equal seeds and actions give equal episodes. An
-    environment may further have ``close()``, ``frame() -> str`` (how it looks, for people), ``random_action(generator)``
-    (for ``verl env check``), ``solve() -> list of actions`` and the attribute ``state_id``, a name of the present state
-    for ``gigpo`` (without it: the observation).
+    environment may further have ``close()``, ``frame() -> str`` (how it looks, for people),
+    ``random_action(generator)`` (for ``verl env check``), ``solve() -> list of actions`` and the attribute
+    ``state_id``, a name of the present state for ``gigpo`` (without it: the observation).
 
     ``info`` may have ``success`` (bool), ``valid_action`` (bool; False counts as a format error) and any other numbers:
-    those of the last step become the metrics ``env/<tag>/*``. ``info["messages"]`` is refused: observations are messages.
+    those of the last step become the metrics ``env/<tag>/*``. ``info["messages"]`` is refused: observations are
+    messages.
     """
 
     def reset(self, *, seed: int, **task: Any) -> tuple[Observation, dict[str, Any]]:
