@@ -11,6 +11,7 @@ Rules, whose reasons are in docs/token_rules.md:
    template renders of all messages instead; where that is not the stream, a new row of the trajectory begins.
 """
 
+import importlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -100,9 +101,8 @@ class ChatRenderer:
     def parse(self, token_ids: Sequence[int], text: str) -> tuple[str, list[Any]]:
         """Content and tool calls of a turn (`verl.agents.tool_parser`)."""
         # here: only conversations with tools need it
-        from verl.agents.tool_parser import get_tool_parser
-
-        content, calls = get_tool_parser(self.tool_format, self.tokenizer).parse(list(token_ids), text)
+        parser = importlib.import_module("verl.agents.tool_parser")
+        content, calls = parser.get_tool_parser(self.tool_format, self.tokenizer).parse(list(token_ids), text)
         return content, list(calls)
 
     def is_stream(self, ids: Sequence[int], text: str) -> bool:
