@@ -12,19 +12,7 @@ from typing import Any
 
 from verl.agents.base import AgentLoopBase, AgentLoopOutput, EpisodeStatus
 from verl.agents.conversation import ChatRenderer, Conversation
-
-
-@dataclass
-class ToolCall:
-    """One tool call of the policy, as parsed from its tokens."""
-
-    name: str
-    arguments: dict[str, Any] | None
-    """None: they are no JSON object; ``error`` says why."""
-    id: str = ""
-    error: str | None = None
-    raw: str = ""
-    """Text of the call."""
+from verl.agents.tool_parser import ToolCall
 
 
 @dataclass
