@@ -40,7 +40,9 @@ class Environment(Protocol):
 _ENVIRONMENTS: dict[str, Callable[..., Environment]] = {}
 
 # built in: imported when they are asked for
-_BUILT_IN: dict[str, str] = {}
+_BUILT_IN: dict[str, str] = {
+    "FrozenLake": "verl.envs.frozen_lake.FrozenLake",
+}
 
 
 def register(name: str) -> Callable[[type], type]:
