@@ -106,7 +106,7 @@ def test_a_map_of_the_row_is_taken_and_a_bad_one_refused():
         with pytest.raises(ValueError, match=told):
             env.reset(seed=0, desc=desc)
     assert len(env.reset(seed=0)[0]) == 19
-    with pytest.raises(ValueError, match="brings map; it takes desc"):
+    with pytest.raises(ValueError, match="has map; it brings desc, or nothing"):
         env.reset(seed=0, map=[])
 
 

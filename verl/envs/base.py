@@ -42,7 +42,18 @@ _ENVIRONMENTS: dict[str, Callable[..., Environment]] = {}
 # built in: imported when they are asked for
 _BUILT_IN: dict[str, str] = {
     "FrozenLake": "verl.envs.frozen_lake.FrozenLake",
+    "Sokoban": "verl.envs.sokoban.Sokoban",
+    "Guess": "verl.envs.guess.Guess",
+    "Bandit": "verl.envs.guess.Bandit",
+    "Countdown": "verl.envs.countdown.Countdown",
+    "Math": "verl.envs.math_task.Math",
+    "Code": "verl.envs.code_task.Code",
 }
+
+
+def built_in_names() -> list[str]:
+    """Names of the environments of the package."""
+    return list(_BUILT_IN)
 
 
 def register(name: str) -> Callable[[type], type]:

@@ -7,10 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from verl.envs.game import TextGame, choice_of
-
-_MOVES = ((0, -1), (1, 0), (0, 1), (-1, 0))
-"""Left, down, right, up, as (row, column): the order in which ``actions`` names them."""
+from verl.envs.game import MOVES, TextGame, choice_of
 
 
 class FrozenLake(TextGame):
@@ -53,13 +50,11 @@ class FrozenLake(TextGame):
         rule = f"must be from 0 to {most}: more leave no way across {size}x{size} tiles"
         self.require(num_holes is None or 0 <= num_holes <= most, "num_holes", num_holes, rule)
         self.require(0 <= p <= 1, "p", p, "must be from 0 to 1")
-        names = [str(name) for name in actions]
-        is_named = len({name.lower() for name in names}) == 4 == len(names)
-        self.require(is_named, "actions", actions, "must be four different names, of left, down, right and up")
         is_drawn = len(set(symbols)) == 4 == len(symbols)
         self.require(is_drawn, "symbols", symbols, "must be four different characters: player, ice, hole, goal")
         self.size, self.num_holes, self.p, self.is_slippery, self.show_map = size, num_holes, p, is_slippery, show_map
-        self.actions, self.symbols = names, symbols
+        self.actions = self.named("actions", actions, 4, "must be four different names, of left, down, right and up")
+        self.symbols = symbols
         self.step_reward, self.hole_reward, self.goal_reward = step_reward, hole_reward, goal_reward
         self.rows = self.columns = size
         self.holes: frozenset[tuple[int, int]] = frozenset()
@@ -100,11 +95,7 @@ class FrozenLake(TextGame):
         return (
             f"You walk on a frozen lake. Reach the goal and step into no hole. {player} is you, {ice} ice, {hole} a "
             f"hole, {goal} the goal.{slips}{hidden}\nMoves are {', '.join(self.actions)}. "
-            + {
-                "tag": f"End your answer with one move, as in {self.written(self.actions[2])}.",
-                "plain": "Answer with one move and nothing else.",
-                "mention": "The last move that you name is taken.",
-            }[self.answer]
+            + self.answer_rule("one move", self.actions[2])
         )
 
     @property
@@ -142,7 +133,7 @@ class FrozenLake(TextGame):
 
     # -- maps -----------------------------------------------------------------------------------------------------
     def _moved(self, place: tuple[int, int], action: int) -> tuple[int, int]:
-        row, column = place[0] + _MOVES[action][0], place[1] + _MOVES[action][1]
+        row, column = place[0] + MOVES[action][0], place[1] + MOVES[action][1]
         return min(max(row, 0), self.rows - 1), min(max(column, 0), self.columns - 1)
 
     def _drawn(self, is_whole: bool) -> str:

@@ -10,16 +10,18 @@ from typing import Any, ClassVar, Literal
 
 import numpy as np
 
+from verl.rewards.scorers.matching import last_tagged
+
 AnswerStyle = Literal["tag", "plain", "mention"]
 """Place of an action in the policy's text: the last ``<answer>...</answer>``; all of the text; the last mention."""
 
-_TAG = re.compile(r"<answer>(.*?)</answer>", re.DOTALL | re.IGNORECASE)
+MOVES = ((0, -1), (1, 0), (0, 1), (-1, 0))
+"""Left, down, right, up, as (row, column): the order in which the games on a grid name their actions."""
 
 
 def answer_of(text: str, style: AnswerStyle) -> str | None:
     """Return what a text answers; None: it has no ``<answer>`` tag, or nothing in it. ``mention`` leaves all text."""
-    found = _TAG.findall(text)[-1:] if style == "tag" else [text]
-    return found[0].strip() or None if found else None
+    return (last_tagged(text) if style == "tag" else text.strip()) or None
 
 
 def choice_of(text: str, names: Sequence[str], style: AnswerStyle) -> int | None:
@@ -50,7 +52,7 @@ class TextGame(ABC):
 
     name: ClassVar[str]
     task_keys: ClassVar[tuple[str, ...]] = ()
-    """What a row's task may bring."""
+    """What a row's task may bring: all of it or nothing, and then the game makes a task."""
 
     def __init__(
         self,
@@ -100,6 +102,14 @@ class TextGame(ABC):
     def rules(self) -> str:
         """Return the rules and the form of an answer, in a few sentences."""
 
+    def answer_rule(self, what: str, example: str) -> str:
+        """Return the sentence that tells the form of an answer; ``what``: an action, such as *one move*."""
+        if self.answer == "mention":
+            return f"The last {what.removeprefix('one ')} that you name is taken."
+        if self.answer == "plain":
+            return f"Answer with {what} and nothing else."
+        return f"End your answer with {what}, as in {self.written(example)}."
+
     def feedback(self, action: Any) -> str:
         """Return a line above the view that follows a turn; ``action`` is None where there was no valid one."""
         return "" if action is not None or self.prompt == "terse" else "That is no valid action."
@@ -114,13 +124,11 @@ class TextGame(ABC):
         """Begin an episode; equal seeds, tasks and actions give equal episodes.
 
         Raises:
-            ValueError: the task has a key that the game does not know, or a value that it cannot take.
+            ValueError: the task has other keys than ``task_keys``, or a value that the game cannot take.
         """
-        if unknown := sorted(set(task) - set(self.task_keys)):
-            known = f"it takes {', '.join(self.task_keys)}" if self.task_keys else "it takes none"
-            raise ValueError(
-                f"{self.name}: the row's task brings {', '.join(unknown)}; {known}. Leave it out of the row."
-            )
+        if task and set(task) != set(self.task_keys):
+            known = f"brings {' and '.join(self.task_keys)}, or nothing" if self.task_keys else "brings nothing"
+            raise ValueError(f"{self.name}: the row's task has {', '.join(sorted(task))}; it {known}. Correct the row.")
         self.random = np.random.default_rng(seed)
         self.turns, self.is_over = 0, False
         self.begin(task)
@@ -143,6 +151,12 @@ class TextGame(ABC):
         observation = "\n".join(filter(None, (self.feedback(move), self.view())))
         info = {"success": False, "valid_action": move is not None, **info}
         return observation, float(reward), terminated, truncated, info
+
+    def named(self, key: str, names: Sequence[str], count: int, rule: str) -> list[str]:
+        """Return names as a list, checked to be ``count`` different ones."""
+        listed = [str(name) for name in names]
+        self.require(len({name.lower() for name in listed}) == count == len(listed), key, names, rule)
+        return listed
 
     def written(self, answer: str) -> str:
         """Return an answer in the form that `read` expects."""

@@ -74,14 +74,28 @@ def countdown(
     answer = last_tagged(solution_str)
     if not answer:
         return 0.0
-    equation, *claims = answer.replace("×", "*").replace("÷", "/").split("=")
+    equation, *claims = answer.split("=")
     try:
-        # cut before it is parsed: deep nesting exhausts the parser's stack
-        value, used = _value(ast.parse(equation.strip()[:MAX_LENGTH], mode="eval").body)
-    except (SyntaxError, ValueError, ZeroDivisionError, RecursionError, MemoryError):
+        value, used = equation_value(equation)
+    except (ValueError, ZeroDivisionError):
         return format_score if re.search(r"\d", answer) else 0.0
     is_right = value == int(ground_truth["target"]) and used == Counter(int(n) for n in ground_truth["numbers"])
     return score if is_right and len(claims) <= 1 else format_score
+
+
+def equation_value(equation: str) -> tuple[Fraction, Counter]:
+    """Value of an equation of whole numbers and + - * / (also × ÷), and how often it uses each number.
+
+    Raises:
+        ValueError: it is none.
+        ZeroDivisionError: it divides by zero.
+    """
+    plain = equation.replace("×", "*").replace("÷", "/").strip()
+    try:
+        # cut before it is parsed: deep nesting exhausts the parser's stack
+        return _value(ast.parse(plain[:MAX_LENGTH], mode="eval").body)
+    except (SyntaxError, RecursionError, MemoryError) as error:
+        raise ValueError(f"{equation[:MAX_LENGTH]!r} is no equation: {error}") from None
 
 
 def _value(node: ast.expr) -> tuple[Fraction, Counter]:
