@@ -15,6 +15,12 @@ def _ppo(words: list[str]) -> None:
     main(words)
 
 
+def _agentic(words: list[str]) -> None:
+    from verl.trainer.main_agentic import main
+
+    main(words)
+
+
 def _doctor(words: list[str]) -> int:
     from verl.preflight.command import doctor
 
@@ -63,6 +69,7 @@ class Command(NamedTuple):
 
 COMMANDS: dict[str, Command] = {
     "ppo": Command("train: PPO, GRPO and their relatives, as python -m verl.trainer.main_ppo", _ppo),
+    "agentic": Command("train in environments, as python -m verl.trainer.main_agentic", _agentic),
     "doctor": Command("examine a configuration before a run: batches, memory, data, rewards", _doctor),
     "check": Command("look at data files, or at all a command line names, before a run does", _check),
     "config": Command("options: their meaning and values, and how two configurations differ", _config),

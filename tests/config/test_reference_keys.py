@@ -10,6 +10,7 @@ from verl.config.base import leaves
 from verl.config.command_line import all_keys, locate
 from verl.config.compose import CONFIG_DIR, compose
 from verl.config.engine import DeepSpeedConfig
+from verl.config.env import EnvConfig
 from verl.config.ppo import PPOConfig
 from verl.config.reward import JudgeConfig, RewardSandboxConfig
 from verl.config.tree import flatten
@@ -91,6 +92,11 @@ NEW_KEYS += [
     for name in DeepSpeedConfig()
 ]
 NEW_KEYS += [f"reward_model.judge.{name}" for name in JudgeConfig()]
+NEW_KEYS += [
+    f"actor_rollout_ref.rollout.multi_turn.{name}"
+    for name in ("max_tool_calls", "max_tokens_per_turn", "tool_timeout", "function_tool_path")
+]
+NEW_KEYS += [f"env.{name}" for name, _ in leaves(EnvConfig())]
 """Options that verl's YAML does not have. A change here is a change of the public surface."""
 
 

@@ -22,11 +22,20 @@ MODEL = "actor_rollout_ref.model"
 APART = "actor_rollout_ref.hybrid_engine=false"
 REF = "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu=2"
 
+GROUPS = ["env.train.tags=[FrozenLake]", "trainer.total_training_steps=3"]
 RM = ["reward_model.enable=true", "reward_model.micro_batch_size_per_gpu=2", "data.return_raw_chat=true"]
 RM_IDS = [*RM, "reward_model.model.input_tokenizer=null"]
 
 BAD = {
     "judge without a name": (["reward_model.judge.url=http://h/v1"], "name the model as the server knows it"),
+    "an unknown key of an environment": (["env.registry.a.typ=b"], "env.registry.a.typ is not an option"),
+    "more tags than groups": (
+        [*GROUPS, "env.train.tags=[FrozenLake,Sokoban]", "env.train.n_groups=1"], "is less than the 2 tags"),
+    "another number of responses than environments": (
+        [*GROUPS, f"{ROLLOUT}.n=2", "env.train.group_size=4"], "n=2 must be env.train.group_size=4"),
+    "a reward function that is not there": ([*GROUPS, "env.reward=function"], "asks for a reward function"),
+    "batches of environments kept for the next run": (
+        [*GROUPS, f"{ROLLOUT}.skip_rollout=true"], "skip_rollout=true with env.train.tags="),
     "weights that are freed between two syncs": (
         ["trainer.weight_sync_freq=2"], "the engine gives its weights back between steps"),
     "l2 term with ZeRO": (

@@ -418,5 +418,7 @@ def rows_of(prompts: DataProto) -> list[dict[str, Any]]:
     """The object columns of each row, with ``raw_prompt_ids``."""
     columns: dict[str, Any] = dict(prompts.non_tensor_batch)
     if "raw_prompt_ids" not in columns:
-        columns["raw_prompt_ids"] = [row.tolist() for row in prompts.ragged("input_ids").rows()]
+        has_ids = "input_ids" in prompts.keys()  # the rows of environment groups have no prompt yet
+        rows = prompts.ragged("input_ids").rows() if has_ids else [torch.empty(0)] * len(prompts)
+        columns["raw_prompt_ids"] = [row.tolist() for row in rows]
     return [{name: values[i] for name, values in columns.items()} for i in range(len(prompts))]

@@ -1,16 +1,18 @@
 """Options of environments and of the episodes that agent loops run in them."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
-from verl.config.base import Config, ReadIf, option, read_if, section
+from verl.config.base import Config, ConfigError, Problem, ReadIf, option, plain, read_if, section
+from verl.config.tree import build
 
 _AGENTS = read_if("actor_rollout_ref.rollout.mode", "async", remark="runs no agent loops")
 
 
 @dataclass
 class EnvSplitConfig(Config):
-    """Environment groups of training, or of validation. Read by ``verl.trainer.main_agentic``."""
+    """Environment groups of training. With ``tags`` they are what a run trains on, and no data files are read."""
 
     n_groups: int = option(8, above=0)
     """Environment groups of a step: of each group all environments begin in the same state."""
@@ -21,18 +23,46 @@ class EnvSplitConfig(Config):
     redundancy: int = option(0, at_least=0)
     """Further groups that a step starts; it trains on those complete first. Becomes ``rollout.over_sample_rate``."""
 
-    tags: list[str] = option([])
-    """Names of ``env.registry`` (or of built-in environments) that take part."""
+    tags: list[str] | None = option([])
+    """Names of ``env.registry``, or of built-in environments, that take part. Empty: the run reads data files."""
 
     groups_per_tag: list[int] | None = None
     """Groups of each tag, ``n_groups`` in all. Null: as equal as can be."""
 
     max_traj_per_env: int = option(-1, at_least=-1)
-    """Episodes of each environment in a step at most. -1: as many as ``data.train_batch_size`` asks for, which then
-    must be a multiple of ``n_groups``; without one, 1."""
+    """Episodes of each environment in a step at most, one after the other from other seeds. ``data.train_batch_size``
+    becomes ``n_groups`` times as many. -1: as many as ``data.train_batch_size`` asks for; without one, 1."""
 
     format_penalty: float = 0.0
     """Added to the reward of each turn without a valid action (``info["valid_action"]``). Mostly negative."""
+
+    def tag_of_group(self, tags: Sequence[str]) -> list[str]:
+        """Return the tag of each group: ``n_groups`` names."""
+        counts = self.groups_per_tag or [len(range(place, self.n_groups, len(tags))) for place in range(len(tags))]
+        return [tag for tag, count in zip(tags, counts, strict=True) for _ in range(count)]
+
+
+@dataclass
+class EnvValidationConfig(EnvSplitConfig):
+    """Environment groups of validation."""
+
+    n_groups: int = option(32, above=0)
+    """Environment groups of a validation: of each group all environments begin in the same state."""
+
+    group_size: int = option(1, above=0)
+    """Environments of a group; becomes ``val_kwargs.n``. More than one is of use with ``val_kwargs.do_sample``."""
+
+    redundancy: int = option(0, never_read="validation waits for every episode")
+    """Not for validation."""
+
+    tags: list[str] | None = None
+    """As ``env.train.tags``. Null: those; ``[]``: nothing is validated."""
+
+    max_traj_per_env: int = option(-1, at_least=-1)
+    """Episodes of each environment in a validation. -1: 1."""
+
+    format_penalty: float = option(0.0, never_read="the penalty is that of env.train, or of the tag")
+    """Not for validation."""
 
 
 @dataclass
@@ -123,9 +153,40 @@ class EnvConfig(Config):
     train: EnvSplitConfig = section(EnvSplitConfig)
     """Environment groups of training."""
 
-    val: EnvSplitConfig = section(EnvSplitConfig)
+    val: EnvValidationConfig = section(EnvValidationConfig)
     """Environment groups of validation; their seeds never meet those of training."""
 
     registry: dict[str, Any] = option({})
     """Environments by tag: ``env.registry.<tag>.{type,kwargs,max_steps,max_tokens_per_step,system_prompt,turn_template,
     format_penalty}``, the fields of ``verl.config.env.EnvTagConfig``."""
+
+    @property
+    def makes_rows(self) -> bool:
+        """Whether the rows of the run are environment groups, and not those of data files."""
+        return bool(self.train.tags)
+
+    @property
+    def val_tags(self) -> list[str]:
+        """Tags of validation; none: nothing is validated."""
+        return list((self.train.tags if self.val.tags is None else self.val.tags) or ())
+
+    def tag(self, name: str) -> EnvTagConfig:
+        """Return the entry of ``env.registry`` for a tag; one without an entry is an environment of that type.
+
+        Raises:
+            ConfigError: the entry has an unknown key, or a value that does not fit.
+        """
+        problems: list[Problem] = []
+        found = self.read_tag(name, problems)
+        if problems:
+            raise ConfigError([problem.text for problem in problems])
+        return found
+
+    def read_tag(self, name: str, problems: list[Problem]) -> EnvTagConfig:
+        """As `tag`; what is wrong with the entry goes to ``problems``."""
+        entry = self.registry.get(name) or {}
+        key = f"env.registry.{name}"
+        if not isinstance(entry, dict):
+            problems.append(Problem(key, f"{key}={entry!r} is no section. Give {key}.type=NAME and what it takes."))
+            entry = {}
+        return build(EnvTagConfig(type=name), plain(entry), key, problems)

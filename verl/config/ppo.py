@@ -181,6 +181,11 @@ class PPOConfig(Config):
         return self.data.train_batch_size if self.algorithm.filter_groups.enable else self.data.prompts_per_step
 
     @property
+    def has_validation(self) -> bool:
+        """Are there prompts, or environment groups, to validate with?"""
+        return bool(self.env.val_tags) if self.env.makes_rows else self.data.has_validation
+
+    @property
     def compares_distributions(self) -> bool:
         """Does the update compare whole distributions with the reference's?"""
         actor = self.actor_rollout_ref.actor

@@ -155,6 +155,9 @@ def preview(config: PPOConfig, limits: Limits | None = None, has_scorer: bool = 
     if config.data.custom_cls.path is not None:
         found.note(f"data.custom_cls.path={config.data.custom_cls.path} reads the data, which is not checked here.")
         return found
+    if config.env.makes_rows:
+        found.note("rows are environment groups (env.train.tags): no data files are read.", "env.train.tags")
+        return found
     # a file named by both options is read once, for the second
     paths = dict(_paths(config, found))
     table = open_files(list(paths), config.data, found.rows)

@@ -143,11 +143,12 @@ def validation_options_unused(config: PPOConfig, is_given: IsGiven) -> Iterator[
         "trainer.validation_data_dir",
         "trainer.log_val_generations",
     ]
-    if not config.data.has_validation:
-        why = f"data.val_files={show(config.data.val_files)}, so nothing is validated"
+    if not config.has_validation:
+        key = "env.val.tags" if config.env.makes_rows else "data.val_files"
+        why = f"{key}={show(get_path(config, key))}, so nothing is validated"
         switches = {"trainer.test_freq": trainer.test_freq > 0, "trainer.val_before_train": trainer.val_before_train}
         keys = [*(key for key, is_on in switches.items() if is_on), *keys]
-        yield from list(unused(config, keys, is_given, why)) or [Problem("data.val_files", why)]
+        yield from list(unused(config, keys, is_given, why)) or [Problem(key, why)]
     elif trainer.test_freq <= 0 and not trainer.val_before_train and not trainer.val_only:
         why = "nothing is validated with trainer.test_freq and trainer.val_before_train off"
         yield from unused(config, keys, is_given, why)
@@ -218,7 +219,7 @@ def warmup_and_frequencies_within_total_steps(config: PPOConfig, total_steps: in
                 "longer."
             )
             yield problem(config, "trainer.critic_warmup", text)
-    for key in ["trainer.save_freq", *(["trainer.test_freq"] if config.data.has_validation else [])]:
+    for key in ["trainer.save_freq", *(["trainer.test_freq"] if config.has_validation else [])]:
         if total_steps is not None and get_path(config, key) > total_steps:
             text = (
                 f"is more than the {total_steps} steps of the run: only the last one counts. Lower it, or train longer."

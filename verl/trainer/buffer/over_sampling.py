@@ -388,4 +388,6 @@ def prompt_keys(prompts: DataProto) -> list[str]:
     """Return the key of each prompt in the length history."""
     if "raw_prompt_ids" in prompts.non_tensor_batch:
         return [prompt_key(row) for row in prompts.non_tensor_batch["raw_prompt_ids"]]
+    if "env_tag" in prompts.non_tensor_batch:  # environments make their prompts themselves
+        return [f"env/{tag}" for tag in prompts.non_tensor_batch["env_tag"]]
     return [prompt_key(row.tolist()) for row in prompts.ragged("input_ids").rows()]

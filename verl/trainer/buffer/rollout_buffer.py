@@ -236,7 +236,7 @@ class RolloutBuffer:
             origins = [(entry.step, entry.number) for entry in entries]
         trainer = self.config.trainer
         seeds = [derive_seed(trainer.seed, purpose, *origin, i % n) for i, origin in enumerate(origins)]
-        request = prompts.select(batch_keys=list(PROMPT_COLUMNS))
+        request = prompts.select(batch_keys=[name for name in PROMPT_COLUMNS if name in prompts.keys()])
         request.meta_info = {"validate": validate, "global_steps": step}
         prompts.meta_info.update(request.meta_info)
         if trainer.weight_sync_freq > 1:
@@ -334,7 +334,7 @@ def uids(prefix: str, count: int, first: int = 0) -> np.ndarray:
 
 def join_generated(prompts: DataProto, generated: DataProto) -> DataProto:
     """Return generated rows with the columns of their prompts; of two columns of one name the prompts' stays."""
-    prompts.pop(batch_keys=list(PROMPT_COLUMNS))
+    prompts.pop(batch_keys=[name for name in PROMPT_COLUMNS if name in prompts.keys()])
     known = prompts.non_tensor_batch
     generated.non_tensor_batch = {k: v for k, v in generated.non_tensor_batch.items() if k not in known}
     return prompts.union(generated)

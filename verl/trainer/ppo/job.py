@@ -20,7 +20,10 @@ from verl.algorithms.advantages import get_adv_estimator_fn
 from verl.algorithms.losses import get_policy_loss_fn
 from verl.config.base import ConfigError
 from verl.config.checks.batch import counted, optimizer_steps
+from verl.config.ppo import PPOConfig
 from verl.config.trainer import TrainerConfig
+from verl.data.env_groups import EnvGroupDataset
+from verl.data.loader import FileOrderSampler
 from verl.models.heads import stored_shapes, stores_head
 from verl.preflight.checks import refuse
 from verl.rewards.managers.scoring import check_data_sources, load_reward_manager, start_reward_functions
@@ -56,8 +59,15 @@ def _lines(trainer: RayPPOTrainer) -> Iterator[tuple[str, str]]:
         yield "critic", _model(path) + head[stores_head(path)]
     if trainer.use_rm:
         yield "rewards", _model(config.reward_model.model.path)
-    prompts, held_out = counted(len(trainer.train_dataset), "prompt"), trainer.val_dataset
-    yield "data", f"{prompts} to train on, " + (f"{len(held_out):,} to validate" if held_out else "none to validate")
+    train, held_out = trainer.train_dataset, trainer.val_dataset
+    if isinstance(train, EnvGroupDataset):
+        yield "data", f"{train.summary}, " + (f"{held_out.summary} to validate" if held_out else "none to validate")
+    else:
+        prompts = counted(len(train), "prompt")
+        yield (
+            "data",
+            f"{prompts} to train on, " + (f"{len(held_out):,} to validate" if held_out else "none to validate"),
+        )
     samples = f"{counted(config.prompts_per_update, 'prompt')} x {counted(shared.rollout.n, 'response')}"
     length = counted(config.data.max_response_length, "token")
     updates = counted(optimizer_steps(config, shared.actor), "optimizer step")
@@ -65,7 +75,8 @@ def _lines(trainer: RayPPOTrainer) -> Iterator[tuple[str, str]]:
     steps, epochs = trainer.total_training_steps, trainer.total_training_steps / trainer.steps_per_epoch
     validation = _every("validation", keys.test_freq if held_out else -1)
     checkpoint = _every("checkpoint", keys.save_freq)
-    yield "run", f"{counted(steps, 'step')} ({epochs:.2g} epochs); {validation}, {checkpoint}"
+    in_epochs = "" if isinstance(train, EnvGroupDataset) else f" ({epochs:.2g} epochs)"
+    yield "run", f"{counted(steps, 'step')}{in_epochs}; {validation}, {checkpoint}"
     ranks = counted(keys.world_size, "rank")
     apart = f" and {counted(config.rollout_beside, 'rank')} to sample" if config.rollout_beside else ""
     sp = shared.actor.ulysses_sequence_parallel_size
@@ -127,7 +138,9 @@ class PPOJob:
             self.import_users_modules()
             trainer = self.build_trainer()
         check_data_sources(self.config, trainer.reward_fn, [trainer.train_dataset, trainer.val_dataset])
-        report = try_reward_function(self.config, trainer.reward_fn, trainer.train_dataset)
+        report = None  # environments have no known-good answers to try a reward function with
+        if not self.config.env.makes_rows:
+            report = try_reward_function(self.config, trainer.reward_fn, trainer.train_dataset)
         if self.config.trainer.progress_bar:
             print(run_plan(trainer), flush=True)
             print(*([f"reward   {report}"] if report else []), sep="\n", flush=True)
@@ -226,7 +239,16 @@ class PPOJob:
             processor=processor,
             reward_fn=load_reward_manager(config, tokenizer, num_examine=0),
             val_reward_fn=load_reward_manager(config, tokenizer, num_examine=1),
+            **(group_datasets(config) if config.env.makes_rows else {}),
         )
+
+
+def group_datasets(config: PPOConfig) -> dict[str, Any]:
+    """Return the datasets of environment groups and their order, as arguments of the trainer."""
+    seed = config.trainer.seed
+    train = EnvGroupDataset(config.env, seed, is_train=True)
+    held_out = EnvGroupDataset(config.env, seed, is_train=False) if config.has_validation else None
+    return {"train_dataset": train, "val_dataset": held_out, "train_sampler": FileOrderSampler(train)}
 
 
 class TaskRunner:

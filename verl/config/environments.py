@@ -1,0 +1,46 @@
+"""Options that follow from ``env.train`` and ``env.val`` where environment groups are the rows of a run."""
+
+from collections.abc import Callable
+from typing import Any
+
+from verl.config.tree import put_key
+
+ROLLOUT = "actor_rollout_ref.rollout"
+
+
+def follow_environments(tree: dict, given: set[str], peek: Callable[[str], Any]) -> None:
+    """Set what environment groups decide: sampling by agent loops, responses a prompt, prompts a step, no data files.
+
+    An option that the user gave stays; ``verl.config.checks.environments`` refuses one that contradicts.
+
+    Args:
+        tree: the composed tree; it is changed.
+        given: dotted keys the user set.
+        peek: value of a key, interpolations resolved; None if that fails.
+    """
+    if not peek("env.train.tags"):
+        return
+
+    def follow(key: str, value: Any) -> None:
+        if key not in given:
+            put_key(tree, key, value)
+
+    for size, responses in (
+        ("env.train.group_size", f"{ROLLOUT}.n"),
+        ("env.val.group_size", f"{ROLLOUT}.val_kwargs.n"),
+    ):
+        # the one that is given decides
+        if responses in given:
+            follow(size, peek(responses))
+        else:
+            follow(responses, peek(size))
+    follow(f"{ROLLOUT}.mode", "async")
+    groups, episodes, more = (peek(f"env.train.{name}") for name in ("n_groups", "max_traj_per_env", "redundancy"))
+    if isinstance(groups, int) and groups > 0:
+        follow("data.train_batch_size", groups * max(1, episodes if isinstance(episodes, int) else 1))
+        if isinstance(more, int) and more > 0:
+            follow(f"{ROLLOUT}.over_sample_rate", more / groups)
+    follow("data.train_files", [])
+    follow("data.val_files", [])
+    follow("data.shuffle", False)
+    follow("data.dataloader_num_workers", 0)
