@@ -76,14 +76,13 @@ def environments_decide(config: PPOConfig) -> Iterator[Problem]:
     groups, most = env.train.n_groups, env.train.max_traj_per_env
     if data.train_batch_size % groups:
         text = (
-            f"must be a multiple of env.train.n_groups={groups}: every environment runs as many episodes. Leave it out."
+            f"must be a multiple of env.train.n_groups={groups}: all environments run as many episodes. Leave it out."
         )
         yield problem(config, "data.train_batch_size", text, "env.train.n_groups")
     elif 0 < most < data.train_batch_size // groups:
-        text = (
-            f"asks for {data.train_batch_size // groups} episodes of each environment, and env.train.max_traj_per_env "
-        )
-        text += f"is {most}. Leave one of them out."
+        episodes = data.train_batch_size // groups
+        text = f"asks for {episodes} episodes of each environment, and env.train.max_traj_per_env={most} allows fewer. "
+        text += "Leave one of them out."
         yield problem(config, "data.train_batch_size", text, "env.train.max_traj_per_env")
     if most == 0 or env.val.max_traj_per_env == 0:
         key = "env.train.max_traj_per_env" if most == 0 else "env.val.max_traj_per_env"

@@ -61,13 +61,10 @@ def _lines(trainer: RayPPOTrainer) -> Iterator[tuple[str, str]]:
         yield "rewards", _model(config.reward_model.model.path)
     train, held_out = trainer.train_dataset, trainer.val_dataset
     if isinstance(train, EnvGroupDataset):
-        yield "data", f"{train.summary}, " + (f"{held_out.summary} to validate" if held_out else "none to validate")
+        yield "data", f"{train.summary}; " + (f"{held_out.summary} to validate" if held_out else "none to validate")
     else:
-        prompts = counted(len(train), "prompt")
-        yield (
-            "data",
-            f"{prompts} to train on, " + (f"{len(held_out):,} to validate" if held_out else "none to validate"),
-        )
+        validates = f"{len(held_out):,} to validate" if held_out else "none to validate"
+        yield "data", f"{counted(len(train), 'prompt')} to train on, {validates}"
     samples = f"{counted(config.prompts_per_update, 'prompt')} x {counted(shared.rollout.n, 'response')}"
     length = counted(config.data.max_response_length, "token")
     updates = counted(optimizer_steps(config, shared.actor), "optimizer step")
