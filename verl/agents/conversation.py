@@ -11,7 +11,6 @@ Rules, whose reasons are in docs/token_rules.md:
    template renders of all messages instead; where that is not the stream, a new row of the trajectory begins.
 """
 
-import importlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -19,6 +18,7 @@ from functools import cached_property, lru_cache
 from typing import Any
 
 from verl.agents.templates import ChatTemplate, Message, TemplateRefusal, Tools, tool_call_message
+from verl.agents.tool_parser import ToolParser, get_tool_parser
 from verl.data.tokenization import encode
 
 
@@ -98,12 +98,10 @@ class ChatRenderer:
         ids = self.encode(marker + rest)
         return ids[1:] if ids and ids[0] == turn_ids[-1] else self.encode(rest)
 
-    def parse(self, token_ids: Sequence[int], text: str) -> tuple[str, list[Any]]:
-        """Content and tool calls of a turn (`verl.agents.tool_parser`)."""
-        # here: only conversations with tools need it
-        parser = importlib.import_module("verl.agents.tool_parser")
-        content, calls = parser.get_tool_parser(self.tool_format, self.tokenizer).parse(list(token_ids), text)
-        return content, list(calls)
+    @cached_property
+    def tool_parser(self) -> ToolParser:
+        """Parser of the format of ``multi_turn.format``."""
+        return get_tool_parser(self.tool_format, self.tokenizer)
 
     def is_stream(self, ids: Sequence[int], text: str) -> bool:
         """Whether a rendering says what these tokens say; however they split it."""
@@ -227,7 +225,7 @@ class Conversation:
         row.turn_spans.append((start, len(row.response_ids)))
         row.turns.append(len(self.turns))
         text = self.renderer.decode(token_ids, skip_special_tokens=True)
-        content, calls = self.renderer.parse(token_ids, text) if self.tools else (text, [])
+        content, calls = self.renderer.tool_parser.parse(token_ids, text, self.tools) if self.tools else (text, [])
         self.turns.append(Turn(text, token_ids, calls))
         message: dict[str, Any] = {"role": "assistant", "content": content}
         if calls:
