@@ -1,0 +1,1 @@
+"""Registry of interactions, at the address that verl has it."""
