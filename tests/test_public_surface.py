@@ -18,8 +18,6 @@ with open(Path(__file__).parent / "public_names.tsv", encoding="utf-8") as table
 
 NOT_BUILT = {  # name, or the module it is in -> the words that say which feature it belongs to
     "verl.experimental.agent_loop.tool_agent_loop": "multi-turn rollouts with tools",
-    "verl.experimental.agent_loop.tool_parser": "multi-turn rollouts with tools",
-    "verl.interactions": "multi-turn rollouts with tools",
     "verl.models.mcore": "Megatron",
     "verl.models.transformers.monkey_patch": "patches of transformers models",
     "verl.third_party": "copies of engine internals",

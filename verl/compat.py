@@ -26,6 +26,7 @@ ADDRESSES: dict[str, str] = {
     "verl.experimental.agent_loop": "verl.agents",
     "verl.experimental.agent_loop.agent_loop": "verl.agents",
     "verl.experimental.agent_loop.single_turn_agent_loop": "verl.agents",
+    "verl.experimental.agent_loop.tool_parser": "verl.agents.tool_parser",
     "verl.experimental.dataset.sampler": "verl.data.loader",
     "verl.experimental.dynamic_dataset.dynamicgen_dataset": "verl.data.dynamicgen_dataset",
     "verl.models.transformers.qwen2_vl": "verl.models.multimodal",

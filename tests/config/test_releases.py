@@ -323,7 +323,6 @@ def test_an_unknown_configuration_says_where_it_was_looked_for():
         ("verl.trainer.main_generation", "batch generation"),
         ("verl.trainer.main_eval", "scoring of a file of responses"),
         ("verl.tools.search_tool", "multi-turn rollouts with tools"),
-        ("verl.interactions.gsm8k_interaction", "multi-turn rollouts with tools"),
         ("recipe.dapo.main_dapo", "DAPO as a program"),
         ("recipe.prime.main_prime", "a recipe of verl's"),
     ],

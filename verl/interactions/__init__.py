@@ -1,4 +1,4 @@
-"""Interactions: simulated users that answer the policy turn by turn and score its turns. Know no model and no tokens."""
+"""Interactions: simulated users that answer the policy turn by turn and score its turns. They know no model."""
 
 from verl.interactions.base import BaseInteraction
 

@@ -121,4 +121,6 @@ _RULE = "It must return (should_terminate, content, score, metadata): a bool, a 
 def interaction_kwargs(row: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return a row's ``interaction_kwargs``, from the column of that name or from ``extra_info``."""
     extra = row.get("extra_info")
-    return row.get("interaction_kwargs") or (extra.get("interaction_kwargs") if isinstance(extra, Mapping) else {}) or {}
+    return (
+        row.get("interaction_kwargs") or (extra.get("interaction_kwargs") if isinstance(extra, Mapping) else {}) or {}
+    )

@@ -52,7 +52,7 @@ def select_interaction(interactions: Mapping[str, BaseInteraction], name: str | 
     if name not in interactions:
         raise ValueError(
             f"extra_info.interaction_kwargs.name={name!r} is no interaction of {KEY}; those are "
-            f"{', '.join(interactions)}.{nearest_name(name, list(interactions))} Add it to that file, or change the data."
+            f"{', '.join(interactions)}.{nearest_name(name, list(interactions))} Add it to that file."
         )
     return interactions[name]
 
