@@ -13,6 +13,7 @@ _CALLERS = (
     "verl.rewards.functions",
     "verl.utils.py_functional",
     "verl.sandbox",
+    "verl.envs.worker",
     "asyncio",
     "concurrent",
 )

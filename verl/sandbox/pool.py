@@ -191,7 +191,8 @@ def _failure(code: int, limits: Limits, trace: str) -> Failure:
 def stack_of(words: bytes) -> str:
     """The user's frames of a stack that Python's faulthandler wrote, the innermost last as in a traceback."""
     found = [match for line in words.decode("utf-8", "replace").splitlines() if (match := _FRAME.match(line))]
-    frames = [match for match in found if "verl/sandbox/" not in match["file"] and match["file"] != "<string>"]
+    callers = ("verl/sandbox/", "verl/envs/worker.py", "<string>", "/threading.py")
+    frames = [match for match in found if not any(name in match["file"] for name in callers)]
     if not frames:
         return ""
     lines = [f'  File "{match["file"]}", line {match["line"]}, in {match["name"]}' for match in reversed(frames)]

@@ -5,6 +5,7 @@ import importlib
 import importlib.util
 import os
 import sys
+import threading
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,6 +15,9 @@ from typing import Any
 from verl.utils.py_functional import nearest_name
 
 _PACKAGE_PREFIX = "verl_user_files"
+
+# a file that one thread is running must not be seen half-run by another
+_LOADING = threading.RLock()
 
 
 def is_package_available(name: str) -> bool:
@@ -94,15 +98,16 @@ def load_module_from_file(file_path: str, alias: str | None = None) -> ModuleTyp
     path = Path(file_path).expanduser().resolve()
     if not path.is_file():
         raise FileNotFoundError(f"No Python file at {file_path!r} (looked for {path}).")
-    now = path.stat()
-    stamp = (path, now.st_mtime_ns, now.st_size)
-    name = f"{_package_for(path.parent)}.{path.stem.replace('.', '_').replace('-', '_')}"
-    module = sys.modules.get(name)
-    if module is None or vars(module)["__verl_stamp__"] != stamp:
-        module = _run_file(path, name)
-        vars(module)["__verl_stamp__"] = stamp
-    if alias:
-        sys.modules[alias] = module
+    with _LOADING:
+        now = path.stat()
+        stamp = (path, now.st_mtime_ns, now.st_size)
+        name = f"{_package_for(path.parent)}.{path.stem.replace('.', '_').replace('-', '_')}"
+        module = sys.modules.get(name)
+        if module is None or vars(module)["__verl_stamp__"] != stamp:
+            module = _run_file(path, name)
+            vars(module)["__verl_stamp__"] = stamp
+        if alias:
+            sys.modules[alias] = module
     return module
 
 
