@@ -184,3 +184,19 @@ def test_a_run_that_was_stopped_says_how_it_goes_on(monkeypatch, tmp_path):
 def test_without_a_checkpoint_the_summary_offers_no_resume():
     text = format_summary(RunSummary(steps=2, seconds=1, overrides=["a=1"], device="cuda", can_resume=False))
     assert "main_ppo" not in text
+
+
+def test_success_of_episodes_stands_next_to_the_reward_and_in_the_summary():
+    metrics = {**METRICS, "env/Lake/success": 0.25, "agent/search/success": 0.75, "val-env/Lake/success": 1.0}
+    assert format_numbers(metrics).startswith("reward 0.312  success 0.500  length")
+    assert core_metrics(metrics) == {("Lake", "success"): 1.0}
+
+
+def test_the_summary_names_the_command_that_shows_trajectories(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    run = finished_run(tmp_path)
+    assert "trajectories" not in format_summary(run)
+    text = format_summary(replace(run, places={"samples": "run/samples"}))
+    assert "To see what the policy did:" in text and "-m verl trajectories run/samples\n" in text
+    text = format_summary(replace(run, places={"samples": "run/samples", "validation samples": "run/val"}))
+    assert "-m verl trajectories run/val --diff 0 25 --best 1\n" in text

@@ -32,8 +32,10 @@ NUMBERS: tuple[tuple[str, tuple[str, ...], str], ...] = (
 CORE_METRIC = re.compile(
     r"^val-core/(?P<source>.+)/(?P<variable>[^/]+)/(?P<kind>mean@\d+|(?:maj|best|worst)@\d+/mean)$"
 )
+SUCCESS = re.compile(r"^(?P<split>val-)?(?:env|agent)/(?P<source>.+)/success$")
+"""Share of the episodes of an environment, or of an agent loop, that solved their task."""
 STEPS_FOR_ETA = 10
-DISPENSABLE = ("tok/s", "grad", "s/step", "length", "entropy", "kl")
+DISPENSABLE = ("tok/s", "grad", "s/step", "length", "entropy", "kl", "success")
 """Labels that go first where a terminal is narrow, in this order."""
 BAR_WIDTHS = {130: 20, 60: 8}
 """Least columns of a terminal -> columns of its bar."""
@@ -62,17 +64,29 @@ def format_numbers(metrics: Mapping[str, Any], width: int | None = None) -> str:
         name = next((name for name in names if name in metrics), None)
         if name is not None:
             parts[label] = f"{label} {form.format(float(metrics[name]))}"
+        if label == "reward" and (shares := _successes(metrics)):
+            parts["success"] = f"success {sum(shares) / len(shares):.3f}"  # environments count alike
     for label in DISPENSABLE:
         if width is not None and len("  ".join(parts.values())) > width:
             parts.pop(label, None)
     return "  ".join(parts.values())
 
 
+def _successes(metrics: Mapping[str, Any]) -> list[float]:
+    matches = ((SUCCESS.match(name), value) for name, value in metrics.items() if name.endswith("/success"))
+    return [float(value) for match, value in matches if match and not match["split"]]
+
+
 def core_metrics(metrics: Mapping[str, Any]) -> dict[tuple[str, str], float]:
-    """The ``val-core`` metrics as (data source, name) -> value; a name is e.g. ``reward mean@1``."""
+    """The ``val-core`` metrics as (data source, name) -> value; a name is e.g. ``reward mean@1``.
+
+    Of episodes also (environment, ``success``).
+    """
     found = {}
     for name, value in metrics.items():
         match = CORE_METRIC.match(name)
+        if (solved := SUCCESS.match(name)) and solved["split"]:
+            found[solved["source"], "success"] = float(value)
         if match:
             found[match["source"], f"{match['variable']} {match['kind'].removesuffix('/mean')}"] = float(value)
     return found
@@ -260,6 +274,8 @@ def format_summary(summary: RunSummary, script: Path | None = None) -> str:
     if places:
         width = max(map(len, places))
         lines += ["", *(f"{label:<{width}}  {_shown(path)}" for label, path in places.items())]
+    if command := _trajectories_command(summary):
+        lines += ["", "To see what the policy did:", f"  {command}"]
     if summary.can_resume and summary.overrides:
         command = command_line(resume_overrides(summary)) if script is None else f"bash {shlex.quote(_shown(script))}"
         lines += ["", f"To train on from the checkpoint, up to step {2 * summary.steps}:", f"  {command}"]
@@ -344,6 +360,16 @@ def _validation_lines(validations: Sequence[tuple[int, Mapping[str, Any]]]) -> l
         start = f"{before[source, name]:.3f} -> " if first != last and (source, name) in before else ""
         lines.append(f"  {label:<{width}}  {start}{value:.3f}")
     return lines
+
+
+def _trajectories_command(summary: RunSummary) -> str | None:
+    """Return the command that shows samples of the run, those of validation before and after; None: there are none."""
+    steps = [step for step, _ in summary.validations]
+    command = f"{_this_python()} -m verl trajectories"
+    if (folder := summary.places.get("validation samples")) is not None and len(set(steps)) > 1:
+        return f"{command} {shlex.quote(_shown(folder))} --diff {steps[0]} {steps[-1]} --best 1"
+    folder = summary.places.get("samples") or folder
+    return None if folder is None else f"{command} {shlex.quote(_shown(folder))}"
 
 
 def _shown(path: str | Path) -> str:
