@@ -34,6 +34,9 @@ BAD = {
     "another number of responses than environments": (
         [*GROUPS, f"{ROLLOUT}.n=2", "env.train.group_size=4"], "n=2 must be env.train.group_size=4"),
     "a reward function that is not there": ([*GROUPS, "env.reward=function"], "asks for a reward function"),
+    "scores normalized twice": (
+        ["env.reward_normalization.method=mean", "algorithm.reward_shaping.norm.mean=batch"],
+        "norm.mean=batch must be group with env.reward_normalization.method=mean"),
     "batches of environments kept for the next run": (
         [*GROUPS, f"{ROLLOUT}.skip_rollout=true"], "skip_rollout=true with env.train.tags="),
     "weights that are freed between two syncs": (

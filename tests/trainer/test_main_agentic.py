@@ -2,15 +2,20 @@
 
 import json
 
+import numpy as np
 import pytest
+import torch
 
 from tests.config.helpers import RUNNABLE, notes, problems, typed
 from tests.support.runs import overrides, run_job
 from verl.agents import AgentLoopBase, AgentLoopOutput
 from verl.agents.base import _LOOPS
+from verl.batch.ragged import Layout, Ragged
 from verl.config.env import EnvConfig, EnvSplitConfig, EnvValidationConfig
 from verl.config.load import load
 from verl.data.env_groups import EnvGroupDataset
+from verl.protocol import DataProto
+from verl.trainer.ppo.experience import Shaping
 from verl.utils.tiny_model import make_tiny_model
 
 ROLLOUT = "actor_rollout_ref.rollout"
@@ -184,3 +189,42 @@ def test_tags_are_mixed_and_groups_filtered(run):
     _, steps = run(env__train__tags="[FrozenLake,Sokoban]", **filters)
     sources = [{row["input"].split()[0] for row in rows} for rows in steps]
     assert all(source <= {"FrozenLake", "Sokoban"} for source in sources) and len(set.union(*sources)) == 2
+
+
+# -- normalization ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("grouping", ["state", "inductive", "batch"])
+@pytest.mark.parametrize("method", ["identity", "mean", "mean_std", "asym_clip"])
+def test_normalization_of_episodes_is_ragens(grouping, method):
+    """Against RAGEN's definition, written out: (s - mean) / (std + 1e-6) of each group, 0 where all are equal."""
+    words = [f"env.reward_normalization.grouping={grouping}", f"env.reward_normalization.method={method}"]
+    algorithm = typed(*GROUPS, *words).algorithm
+    scores = torch.tensor([1.0, 0.0, 0.0, 0.0, 0.0, 0.0, 2.0, -3.0])
+    uids, tags = ["a"] * 4 + ["b"] * 2 + ["c"] * 2, ["F"] * 4 + ["S"] * 4
+    groups = {"state": uids, "inductive": tags, "batch": ["x"] * 8}[grouping]
+    expected = scores.clone()
+    for group in set(groups):
+        rows = torch.tensor([name == group for name in groups])
+        own = scores[rows]
+        if method != "identity":
+            expected[rows] = own - own.mean()
+        if method in ("mean_std", "asym_clip") and own.std() > 1e-6:
+            expected[rows] /= own.std() + 1e-6
+        if method == "asym_clip":
+            expected[rows] = expected[rows].clamp(-1, 3)
+    batch = one_token_batch(scores, uids, tags)
+    Shaping(algorithm, 1).shape_scores(batch)
+    torch.testing.assert_close(batch.column("token_level_rewards").sum(-1), expected)
+
+
+def one_token_batch(scores, uids, tags):
+    count = len(scores)
+    layout = Layout(torch.zeros(count, dtype=torch.int64), torch.ones(count, dtype=torch.int64), 1)
+    columns = {
+        "responses": Ragged(torch.ones(count, dtype=torch.int64), layout),
+        "response_mask": Ragged(torch.ones(count, dtype=torch.int64), layout),
+        "token_level_scores": Ragged(scores, layout),
+    }
+    objects = {"uid": np.array(uids, dtype=object), "data_source": np.array(tags, dtype=object)}
+    return DataProto.from_ragged(columns, non_tensors=objects)

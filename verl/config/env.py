@@ -70,11 +70,26 @@ class RewardNormalizationConfig(Config):
     """Normalization of episode scores before the estimator, as RAGEN means it."""
 
     grouping: Literal["state", "inductive", "batch"] = "state"
-    """Episodes that are compared: of the same group (``state``), of the same tag (``inductive``), or all."""
+    """Episodes that are compared: of the same group (``state``), of the same tag (``inductive``: the same value of
+    ``data.reward_fn_key``), or all of the step (``batch``)."""
 
     method: Literal["identity", "mean", "mean_std", "asym_clip"] = "identity"
     """``identity``: none. ``mean``: minus the mean. ``mean_std``: over the standard deviation too. ``asym_clip``: that,
-    clipped to [-1, 3]. Source: RAGEN, Wang et al. 2025 (arXiv:2504.20073)."""
+    clipped to [-1, 3]. Source: RAGEN, Wang et al. 2025 (arXiv:2504.20073). Becomes ``algorithm.reward_shaping.norm``
+    and ``clip_range``: the rewards of all turns are divided, and the mean is taken from the last turn."""
+
+    @property
+    def shaping(self) -> dict[str, Any]:
+        """Options of ``algorithm.reward_shaping`` that do this; empty: none."""
+        group = {"state": "group", "inductive": "source", "batch": "batch"}[self.grouping]
+        if self.method == "identity":
+            return {}
+        options: dict[str, Any] = {"norm.mean": group}
+        if self.method != "mean":
+            options["norm.std"] = group
+        if self.method == "asym_clip":
+            options["clip_range"] = [-1.0, 3.0]
+        return options
 
 
 @dataclass

@@ -3,9 +3,28 @@
 from collections.abc import Callable
 from typing import Any
 
+from verl.config.env import RewardNormalizationConfig
 from verl.config.tree import put_key
 
+SHAPING = "algorithm.reward_shaping"
 ROLLOUT = "actor_rollout_ref.rollout"
+
+
+def follow_normalization(tree: dict, given: set[str], peek: Callable[[str], Any]) -> None:
+    """Set the options of ``algorithm.reward_shaping`` that do what ``env.reward_normalization`` says.
+
+    Args:
+        tree, given, peek: as of `follow_environments`.
+    """
+    try:
+        options = RewardNormalizationConfig(
+            peek("env.reward_normalization.grouping"), peek("env.reward_normalization.method")
+        ).shaping
+    except KeyError:  # a grouping that does not exist is reported when the tree is typed
+        return
+    for name, value in options.items():
+        if f"{SHAPING}.{name}" not in given:
+            put_key(tree, f"{SHAPING}.{name}", value)
 
 
 def follow_environments(tree: dict, given: set[str], peek: Callable[[str], Any]) -> None:

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from verl.config.base import MISSING, Config, ConfigError, ConfigWarning, Problem
 from verl.config.command_line import check_overrides, locate, parse, print_help, print_tree, unknown_key
 from verl.config.compose import CONFIG_DIR, compose, search_folders
-from verl.config.environments import follow_environments
+from verl.config.environments import follow_environments, follow_normalization
 from verl.config.legacy import (
     asks_for_nothing,
     set_features_aside,
@@ -287,7 +287,8 @@ def interpret(
     empty += drop_empty_requests(tree, given, root, defaults)  # which stood at another name
     # after old names became new ones, and before values are resolved: others may follow these
     messages += adopt_adapter(tree, given, composed)
-    follow_environments(tree, given, lambda key: _peek(tree, composed, key))
+    follow_environments(tree, given, partial(_peek, tree, composed))
+    follow_normalization(tree, given, partial(_peek, tree, composed))
     open_servers(tree, given, composed)
     features = empty + set_features_aside(tree, given, problems, lambda key: locate(root, key).kind != "unknown")
     messages += spread_global_sizes(tree, composed, problems)

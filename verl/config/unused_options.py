@@ -35,6 +35,8 @@ They count as read; that they have a reader at all is a test's promise."""
 
 _FOLLOWED = {
     "actor_rollout_ref.actor.clip_ratio": ("actor_rollout_ref.actor.clip_ratio_low",),
+    "env.reward_normalization.grouping": ("algorithm.reward_shaping.norm.mean",),
+    "env.reward_normalization.method": ("algorithm.reward_shaping.norm.mean",),
 }
 """Options that ``normalise`` copies to others: reading those is reading these."""
 

@@ -2,10 +2,10 @@
 
 from collections.abc import Iterator
 
-from verl.config.base import Problem
+from verl.config.base import Problem, get_path
 from verl.config.checks.base import IsGiven, contradictions, problem, unused, validator
 from verl.config.env import EnvSplitConfig
-from verl.config.ppo import ROLLOUT, PPOConfig
+from verl.config.ppo import ROLLOUT, SHAPING, PPOConfig
 from verl.config.tree import show
 
 contradictions(
@@ -93,6 +93,20 @@ def environments_decide(config: PPOConfig) -> Iterator[Problem]:
     if config.trainer.total_training_steps is None and not config.trainer.val_only:
         text = "must be given: environments have no end, and so no epochs. Set the number of steps."
         yield problem(config, "trainer.total_training_steps", text, "env.train.tags")
+
+
+@validator("error")
+def normalized_once(config: PPOConfig) -> Iterator[Problem]:
+    """``env.reward_normalization`` and the options that do the same, where they differ."""
+    normalization, shaping = config.env.reward_normalization, config.algorithm.reward_shaping
+    for name, value in normalization.shaping.items():
+        if (found := get_path(shaping, name)) != value:
+            key = f"{SHAPING}.{name}"
+            text = (
+                f"must be {show(value)} with env.reward_normalization.method={normalization.method}, "
+                f"grouping={normalization.grouping}, which does the same. Leave one of them out."
+            )
+            yield Problem(key, f"{key}={show(found)} {text}", ("env.reward_normalization.method",))
 
 
 @validator("error")
