@@ -37,6 +37,7 @@ BAD = {
     "scores normalized twice": (
         ["env.reward_normalization.method=mean", "algorithm.reward_shaping.norm.mean=batch"],
         "norm.mean=batch must be group with env.reward_normalization.method=mean"),
+    "a reward model beside environments": ([*RM, "env.reward=sum"], "env.reward=sum with reward_model.enable=true"),
     "batches of environments kept for the next run": (
         [*GROUPS, f"{ROLLOUT}.skip_rollout=true"], "skip_rollout=true with env.train.tags="),
     "weights that are freed between two syncs": (

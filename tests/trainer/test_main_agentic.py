@@ -15,6 +15,8 @@ from verl.config.env import EnvConfig, EnvSplitConfig, EnvValidationConfig
 from verl.config.load import load
 from verl.data.env_groups import EnvGroupDataset
 from verl.protocol import DataProto
+from verl.rewards.managers.episode import reward_of_episodes
+from verl.rewards.managers.scoring import compute_reward
 from verl.trainer.ppo.experience import Shaping
 from verl.utils.tiny_model import make_tiny_model
 
@@ -228,3 +230,53 @@ def one_token_batch(scores, uids, tags):
     }
     objects = {"uid": np.array(uids, dtype=object), "data_source": np.array(tags, dtype=object)}
     return DataProto.from_ragged(columns, non_tensors=objects)
+
+
+# -- rewards of environment and function -----------------------------------------------------------------------------
+
+
+def episodes_batch(with_scores=True):
+    """Two rows: turns of 2 and 1 tokens around a masked one, and one turn with a masked token behind."""
+    layout = Layout(torch.zeros(2, dtype=torch.int64), torch.tensor([4, 3]), 5)
+    columns = {
+        "responses": Ragged(torch.arange(7), layout),
+        "response_mask": Ragged(torch.tensor([1, 1, 0, 1, 1, 1, 0]), layout),
+    }
+    if with_scores:
+        columns["rm_scores"] = Ragged(torch.tensor([0.0, 0.5, 0.0, 1.0, 0.0, 2.0, 0.0]), layout)
+    turns = np.empty(2, dtype=object)
+    turns[:] = [[0.5, 1.0], [2.0]]
+    return DataProto.from_ragged(columns, non_tensors={"turn_rewards": turns})
+
+
+class Function:
+    """A reward manager that gives 10 and 20 on the first token."""
+
+    def __call__(self, data, return_dict=False):
+        self.infos = data.non_tensor_batch["extra_info"].tolist()
+        assert "rm_scores" not in data.keys()
+        rewards = torch.zeros(2, 5)
+        rewards[:, 0] = torch.tensor([10.0, 20.0])
+        return {"reward_tensor": rewards, "reward_extra_info": {"seen": [1, 2]}}
+
+
+@pytest.mark.parametrize("with_scores", [True, False], ids=["rm_scores", "turn_rewards"])
+@pytest.mark.parametrize(
+    ("source", "sums"), [("environment", [1.5, 2.0]), ("function", [10.0, 20.0]), ("sum", [11.5, 22.0])]
+)
+def test_the_reward_is_the_environments_the_functions_or_their_sum(source, sums, with_scores):
+    data, function = episodes_batch(with_scores), Function()
+    rewards, columns = compute_reward(data, reward_of_episodes(function, source))
+    assert rewards.sum(-1).tolist() == sums
+    if source == "environment":
+        assert columns == {} and rewards[0].tolist() == [0.0, 0.5, 0.0, 1.0, 0.0] and rewards[1, 1] == 2
+    else:
+        assert columns == {"seen": [1, 2]} and function.infos[0]["rollout_reward_scores"]["turn_rewards"] == [0.5, 1.0]
+    assert ("rm_scores" in data.keys()) == with_scores and "extra_info" not in data.non_tensor_batch
+
+
+def test_an_environment_without_rewards_is_named():
+    data = episodes_batch(False)
+    del data.non_tensor_batch["turn_rewards"]
+    with pytest.raises(ValueError, match="the agent loops of this batch return none"):
+        compute_reward(data, reward_of_episodes(Function(), "environment"))

@@ -155,9 +155,9 @@ class EnvConfig(Config):
     """Share of a step's episodes that may fail; with more the run ends with the causes."""
 
     reward: Literal["auto", "environment", "function", "sum"] = "auto"
-    """Reward of a trajectory: that of the environment (agent loop); that of the reward function, turn rewards being
-    recorded only; or their sum. ``auto``: the environment's where the agent loop gives a ``reward_score``, else the
-    function's."""
+    """Reward of a trajectory: that of the environment (agent loop); that of the reward function, which finds the
+    environment's in ``extra_info["rollout_reward_scores"]``; or their sum. ``auto``: the environment's where the agent
+    loop gives a ``reward_score``, else the function's."""
 
     render_save_dir: str | None = None
     """Folder for the frames of validation episodes. Null: none are kept."""

@@ -20,7 +20,7 @@ class EnvGroupDataset(Dataset):
     Row r is episode ``r // n_groups`` of group ``r % n_groups``, so that ``n_groups`` rows that follow one another
     have every group once. A row has no prompt: the environment's first observation becomes it. ``dataset[r]`` has
     ``agent_name``, ``env_tag``, ``env_seed``, ``env_kwargs`` (empty; arguments of ``reset``), ``data_source`` (the
-    tag) and ``index`` (r). All responses to a row begin with its seed.
+    tag), ``reward_model`` (without an answer) and ``index`` (r). All responses to a row begin with its seed.
 
     Args:
         env: the section ``env``.
@@ -50,6 +50,8 @@ class EnvGroupDataset(Dataset):
             "env_seed": episode_seed(self.seed, self.is_train, tag, group, episode),
             "env_kwargs": {},
             "data_source": tag,
+            # what a reward function reads, where env.reward asks for one
+            "reward_model": {"style": "rule", "ground_truth": ""},
             "index": row,
         }
 

@@ -13,6 +13,8 @@ contradictions(
     {
         f"{ROLLOUT}.skip_rollout with env.train.tags": "batches are kept by their prompts, and the prompts of "
         "environments are known when they run. Set skip_rollout=false.",
+        "env.reward=environment|function|sum with reward_model.enable": "the model's score is the reward of a "
+        "trajectory. Set env.reward=auto, or reward_model.enable=false.",
     },
 )
 

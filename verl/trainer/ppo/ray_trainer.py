@@ -21,6 +21,7 @@ from verl.checkpoint.run_state import RunCheckpoints, saved_groups
 from verl.config.unused_options import check_unused_options
 from verl.data.loader import build_dataset, build_train_loader, build_val_loader
 from verl.protocol import DataProto
+from verl.rewards.managers.episode import reward_of_episodes
 from verl.rewards.managers.rule import RuleRewardManager
 from verl.rewards.managers.scoring import compute_reward, error_counts, without_failed
 from verl.rewards.reward_model import by_style, check_texts, is_judged, judge_metrics
@@ -293,13 +294,19 @@ class RayPPOTrainer(RecipeNames):
                 self.metrics.update(judge_metrics(batch))
             if self.config.reward_model.launch_reward_fn_async and self.buffer.group_filter is None:
                 snapshot = batch.select(deepcopy=False)  # later stages add columns meanwhile
-                self.pending_reward = BackgroundCall(lambda: compute_reward(snapshot, self.reward_fn))
+                self.pending_reward = BackgroundCall(lambda: compute_reward(snapshot, self.episode_reward_fn))
                 return batch
-            return self.rewarded(batch, *compute_reward(batch, self.reward_fn))
+            return self.rewarded(batch, *compute_reward(batch, self.episode_reward_fn))
+
+    @property
+    def episode_reward_fn(self) -> Any:
+        """The reward manager, with the environment's rewards as ``env.reward`` says."""
+        return reward_of_episodes(self.reward_fn, self.options.env.reward)
 
     def warn_unused_reward(self, batch: DataProto) -> None:
         """Warn once if agent loops return rewards, so that the user's reward model or function is not called."""
-        if self.has_warned_unused_reward or "rm_scores" not in batch.keys():
+        asks_function = self.options.env.reward in ("function", "sum")
+        if self.has_warned_unused_reward or asks_function or "rm_scores" not in batch.keys():
             return
         self.has_warned_unused_reward = True
         path, model = self.config.custom_reward_function.path, self.config.reward_model
@@ -467,7 +474,7 @@ class RayPPOTrainer(RecipeNames):
     def greedy_rewards(self, prompts: DataProto) -> torch.Tensor:
         """Return the reward of each prompt's greedy response, (b,), for ReMax (Li et al. 2023, arXiv:2310.10505)."""
         baseline = self.generate(prompts.select(deepcopy=True), 1, do_sample=False)
-        scores, _ = compute_reward(self.judged(baseline) if self.use_rm else baseline, self.reward_fn)
+        scores, _ = compute_reward(self.judged(baseline) if self.use_rm else baseline, self.episode_reward_fn)
         return scores.sum(-1)
 
     # -- start, validate, save, log, stop -----------------------------------------------------------------------------
@@ -608,7 +615,7 @@ class RayPPOTrainer(RecipeNames):
         """Call `compute_reward`; the reward model scores rows whose ``reward_model.style`` is ``model``."""
         if self.use_rm and is_judged(batch):
             batch = self.judged(batch)
-        return compute_reward(batch, self.val_reward_fn)
+        return compute_reward(batch, reward_of_episodes(self.val_reward_fn, self.options.env.reward))
 
     def save_checkpoint(self) -> None:
         """Write models, optimizers, the loader's position and the driver's state; marked complete once all is written.
