@@ -199,6 +199,7 @@ class RolloutRole(HybridWorker):
         Args:
             token: what clients must send; None: nothing, which only a loopback address allows.
         """
+        from verl.agents.tool_parser import get_tool_parser
         from verl.workers.rollout.server.engine_loop import EngineLoop, tensor_parallel_broadcast
 
         config, size, rank = self.config.rollout, self.rollout.tensor_parallel_size, get_rank()
@@ -214,6 +215,7 @@ class RolloutRole(HybridWorker):
             tokenizer=self.tokenizer,
             seed=derive_seed(self.seed, "served", rank),
             broadcast=broadcast,
+            parse_tool_calls=get_tool_parser(config.multi_turn.format, self.tokenizer).parse,
         )
         self.engine_loop = server.loop
         return {"address": server.start(), "rank": rank}

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+from types import SimpleNamespace
 
 import httpx
 import pytest
@@ -16,6 +17,7 @@ from verl.workers.rollout.weights.sync import sync_weights
 
 HELLO = [{"role": "user", "content": "Hello"}]
 FEW = {"max_tokens": 12, "seed": 3}
+TOOL = {"type": "function", "function": {"name": "look", "parameters": {"type": "object", "properties": {}}}}
 
 
 @pytest.fixture(scope="module")
@@ -153,7 +155,10 @@ def test_characters_of_several_tokens_come_whole():
     ("body", "message"),
     [
         ({"beam_width": 3}, "unknown field 'beam_width'"),
-        ({"tools": [{"type": "function"}]}, "tools="),
+        ({"tools": [{"type": "function"}]}, "tools[0]={'type': 'function'} must be"),
+        ({"tools": [TOOL], "tool_choice": "required"}, "tool_choice='required' cannot be honoured"),
+        ({"tools": [TOOL], "tool_choice": {"type": "function"}}, "cannot be honoured"),
+        ({"tools": [TOOL], "parallel_tool_calls": False}, "parallel_tool_calls=false cannot be honoured"),
         ({"logprobs": True, "top_logprobs": 5}, "top_logprobs=5 is not supported here"),
         ({"n": 0}, "n=0 must be an integer of at least 1"),
         ({"max_tokens": "many"}, "max_tokens='many' must be an integer"),
@@ -171,6 +176,54 @@ def test_what_cannot_be_honoured_is_refused_in_openais_form(stream, body, messag
     answer = post("chat/completions", {"messages": HELLO, **FEW, "stream": stream, **body})
     error = answer.json()["error"]
     assert answer.status_code == 400 and message in error["message"] and error["type"] == "invalid_request_error"
+
+
+@pytest.fixture
+def with_tools(server, monkeypatch):
+    """A template that shows tools, and a parser that finds a call in any text."""
+    template = "{{ tools | tojson if tools }}{% for message in messages %}{{ message.content }}{% endfor %}>"
+    monkeypatch.setattr(server.tokenizer, "chat_template", template)
+
+    def parse(token_ids, text, tools):
+        assert token_ids and tools == [TOOL]
+        found = [("look", {"at": text[:2]}, ""), ("look", None, "look{"), ("", None, "nameless")]
+        return text[2:], [SimpleNamespace(name=n, arguments=a, raw=raw, id="") for n, a, raw in found]
+
+    monkeypatch.setattr(server, "parse_tool_calls", parse)
+
+
+def test_tools_are_shown_and_calls_are_answered_in_openais_form(server, post, with_tools, tokenizer):
+    plain = post("chat/completions", {"messages": HELLO, "tools": [TOOL], "tool_choice": "none", **FEW}).json()
+    text = plain["choices"][0]["message"]["content"]
+    assert plain["usage"]["prompt_tokens"] > len(tokenizer.encode(json.dumps(TOOL)))
+    body = {"messages": HELLO, "tools": [TOOL], "tool_choice": "auto", "return_token_ids": True, **FEW}
+    (choice,) = post("chat/completions", body).json()["choices"]
+    (event,) = chunks(server, "chat/completions", body)
+    message, delta = choice["message"], event["choices"][0]["delta"]
+    assert message["content"] == delta["content"] == text[2:] + "\nnameless"
+    functions = [{"name": "look", "arguments": json.dumps({"at": text[:2]})}, {"name": "look", "arguments": "look{"}]
+    assert [call["function"] for call in message["tool_calls"]] == functions
+    assert [(call["index"], call["function"]) for call in delta["tool_calls"]] == list(enumerate(functions))
+    assert choice["finish_reason"] == event["choices"][0]["finish_reason"] == "tool_calls"
+    assert event["choices"][0]["token_ids"] == choice["token_ids"]
+
+
+def test_answers_of_tools_are_read(post, with_tools, server, monkeypatch, tokenizer):
+    template = "{% for m in messages %}{{ m.role }}{% for c in m.tool_calls or [] %}{{ c.function.arguments.at }}"
+    monkeypatch.setattr(server.tokenizer, "chat_template", template + "{% endfor %}{{ m.content }}{% endfor %}")
+    call = {"id": "a", "type": "function", "function": {"name": "look", "arguments": '{"at": "sky"}'}}
+    messages = [*HELLO, {"role": "assistant", "content": None, "tool_calls": [call]}]
+    messages += [{"role": "tool", "tool_call_id": "a", "content": [{"type": "text", "text": "blue"}]}]
+    answer = post("chat/completions", {"messages": messages, "return_token_ids": True, **FEW}).json()
+    assert tokenizer.decode(answer["prompt_token_ids"]) == "userHelloassistantskytoolblue"
+
+
+def test_tools_that_the_template_does_not_show_are_refused(post, server, monkeypatch):
+    body = {"messages": HELLO, "tools": [TOOL], **FEW}
+    assert "no parser of tool calls" in post("chat/completions", body).json()["error"]["message"]
+    monkeypatch.setattr(server, "parse_tool_calls", lambda *_: ("", []))
+    answer = post("chat/completions", body)
+    assert answer.status_code == 400 and "does not show them" in answer.json()["error"]["message"]
 
 
 def test_another_model_is_not_found_and_ours_is_listed(server, post):

@@ -12,7 +12,7 @@ import hmac
 import re
 import socket
 import threading
-from collections.abc import AsyncGenerator, Callable, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import aclosing, suppress
 from dataclasses import replace
@@ -31,6 +31,7 @@ from verl.workers.rollout.server.messages import (
     request_from_json,
 )
 from verl.workers.rollout.server.openai_api import OpenAIRoutes
+from verl.workers.rollout.server.openai_format import error_json
 
 _MOST_BYTES = 1 << 30
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"  # Prometheus' text format
@@ -59,6 +60,8 @@ class RolloutServer:
         tokenizer: for the OpenAI routes, which speak text; None leaves them out.
         seed: of responses whose request names none; the n-th takes seed + n.
         broadcast: to the other tensor-parallel ranks of the engine.
+        parse_tool_calls: (token ids, text, tools) of an answer -> (text without calls, tool calls), for requests with
+            tools; None: they are refused.
 
     Raises:
         ValueError: ``host`` is open to others and there is no token.
@@ -76,6 +79,7 @@ class RolloutServer:
         tokenizer: Any = None,
         seed: int = 0,
         broadcast: Broadcast | None = None,
+        parse_tool_calls: Callable[..., tuple[str, Sequence[Any]]] | None = None,
     ):
         if not token and not is_loopback(host):
             raise ValueError(
@@ -83,6 +87,7 @@ class RolloutServer:
                 "server. Give a token, or bind 127.0.0.1."
             )
         self.engine, self.name, self.tokenizer, self.seed = engine, name, tokenizer, seed
+        self.parse_tool_calls = parse_tool_calls
         self.host, self.port = host, port
         self.loop = EngineLoop(engine, self._deliver, broadcast)
         self._token = token
@@ -99,7 +104,7 @@ class RolloutServer:
     @property
     def address(self) -> str:
         """The URL of a started server."""
-        host = self.host if self.host not in ("0.0.0.0", "::") else _own_address()
+        host = self.host if self.host not in ("0.0.0.0", "::") else own_address()
         return f"http://[{host}]:{self.port}" if ":" in host else f"http://{host}:{self.port}"
 
     def start(self) -> str:
@@ -300,10 +305,7 @@ class RolloutServer:
     @staticmethod
     def error_response(status: int, message: str, kind: str | None = None) -> web.Response:
         """An error in the form OpenAI's clients read."""
-        kind = kind or ("invalid_request_error" if status < 500 else "server_error")
-        return web.json_response(
-            {"error": {"message": message, "type": kind, "param": None, "code": None}}, status=status
-        )
+        return web.json_response(error_json(status, message, kind), status=status)
 
 
 def _concatenated(before: Completion, more: Completion) -> Completion:
@@ -324,7 +326,7 @@ def _rest(request: Request, done: Completion) -> Request:
     return replace(request, prompt_ids=(*request.prompt_ids, *done.token_ids), sampling=sampling, seed=seed)
 
 
-def _own_address() -> str:
+def own_address() -> str:
     """The address by which other machines of the cluster know this one."""
     with suppress(OSError):
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
