@@ -97,6 +97,7 @@ NEW_KEYS += [
     for name in ("max_tool_calls", "max_tokens_per_turn", "tool_timeout", "function_tool_path")
 ]
 NEW_KEYS += [f"env.{name}" for name, _ in leaves(EnvConfig())]
+NEW_KEYS += [f"actor_rollout_ref.rollout.agent.openai_agent.{name}" for name in ("function", "runs_in", "command")]
 """Options that verl's YAML does not have. A change here is a change of the public surface."""
 
 

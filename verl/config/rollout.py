@@ -112,6 +112,27 @@ class AsyncServerConfig(Config):
 
 
 @dataclass
+class OpenAIAgentConfig(Config):
+    """An agent written outside, which speaks OpenAI's chat completions: that of the rows whose ``agent_name`` is
+    ``openai_agent``. See docs/outside_agents.md."""
+
+    _read_if: ClassVar[ReadIf] = _SERVED
+
+    function: str | None = None
+    """``path/file.py:function`` or ``pkg://module:function``, called with ``(base_url, api_key, row)`` once an episode.
+    Returns the reward, a mapping with ``reward`` and further numbers, or nothing."""
+
+    runs_in: Literal["auto", "driver", "thread", "process"] = option("auto", read_if("function"))
+    """Place of its calls: ``driver``, the event loop that all agent loops share, for ``async`` functions that never
+    block; a ``thread`` of its own, which cannot be killed; or a ``process`` of its own, which is killed at
+    ``env.episode_timeout`` and at ``env.memory_mb``. ``auto``: ``driver`` for ``async`` functions, else ``thread``."""
+
+    command: list[str] | None = None
+    """A program and its arguments in the function's place, started once an episode. It reads the row as JSON from its
+    standard input, and ``OPENAI_BASE_URL``, ``OPENAI_API_KEY`` and ``VERL_REWARD_URL`` from its environment."""
+
+
+@dataclass
 class AgentConfig(Config):
     """Agent loops."""
 
@@ -126,6 +147,9 @@ class AgentConfig(Config):
     agent_loop_config_path: str | None = None
     """Your agent loops: a Python file that registers them, or a YAML list of ``{name, _target_, ...}``, where
     ``_target_`` is a dotted class, or the name of one in the Python file that ``path`` names."""
+
+    openai_agent: OpenAIAgentConfig = section(OpenAIAgentConfig)
+    """An agent written outside."""
 
     custom_async_server: AsyncServerConfig = section(AsyncServerConfig)
     """A server class of yours, derived from ``verl.workers.rollout.server.server.RolloutServer``."""
