@@ -79,6 +79,14 @@ class MultiTurnConfig(Config):
     function_tool_path: str | None = None
     """Python file with functions marked as tools by ``verl.tools.function_tool``."""
 
+    tool_num_workers: int = option(8, at_least=0)
+    """Processes at most in which the functions of ``function_tool_path`` run, each one call at a time; they are started
+    as calls need them, and ended when a call hangs. 0: threads of the driver, where a hung call is abandoned and cannot
+    be ended. ``async def`` functions and classes run in the driver."""
+
+    tool_memory_mb: int | None = option(4096, above=0)
+    """MiB that one such process may hold. Null: no limit."""
+
     max_tool_response_length: int = option(256, above=0)
     """Characters of a tool's answer kept."""
 
