@@ -26,8 +26,8 @@ class BaseTool:
         self.tool_schema = tool_schema or self.get_openai_tool_schema()
         if self.tool_schema is None:
             raise ValueError(
-                f"tool {type(self).__name__}: it has no schema. Give tool_schema in the tool_config_path, or return one "
-                "from get_openai_tool_schema."
+                f"tool {type(self).__name__}: it has no schema. Give tool_schema in the tool_config_path, or return "
+                "one from get_openai_tool_schema."
             )
         self.name = self.tool_schema.function.name
 

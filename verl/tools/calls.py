@@ -80,7 +80,9 @@ def text_of(value: Any) -> str:
         # half a surrogate pair cannot be written as UTF-8, and no tokenizer takes it
         return value.encode("utf-8", "replace").decode()
     if isinstance(value, (bytes, bytearray, memoryview)):
-        raise CallFailed(CallOutcome.ERROR, f"it returned {len(value)} bytes; a tool returns text, or what JSON can hold")
+        raise CallFailed(
+            CallOutcome.ERROR, f"it returned {len(value)} bytes; a tool returns text, or what JSON can hold"
+        )
     try:
         return text_of(json.dumps(value, ensure_ascii=False))
     except (TypeError, ValueError, RecursionError) as error:

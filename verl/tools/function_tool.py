@@ -93,7 +93,9 @@ def functions_in(path: str) -> list[FunctionTool]:
     names = [tool.name for tool in found]
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:
-        raise ValueError(f"{path}: two tools are called {twice[0]!r}. Give one of them another: @function_tool(name=...).")
+        raise ValueError(
+            f"{path}: two tools are called {twice[0]!r}. Give one of them another: @function_tool(name=...)."
+        )
     return found
 
 
@@ -220,7 +222,7 @@ def read_docstring(text: str) -> tuple[str, dict[str, str]]:
     return "\n".join(about).strip(), words
 
 
-# -- Calls --------------------------------------------------------------------------------------------------------------
+# -- Calls ------------------------------------------------------------------------------------------------------------
 
 
 def typed_arguments(function: Callable, arguments: Mapping[str, Any]) -> dict[str, Any]:

@@ -8,14 +8,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields
 from typing import Any, ClassVar
 
+Parts = Mapping[str, type]
+"""Class of each field that is a schema itself."""
+
 
 @dataclass
 class Schema:
     """Base: a dataclass that is read from a mapping and written as one."""
 
-    _parts: ClassVar[Mapping[str, type["Schema"]]] = {}
-    """Class of each field that is a schema itself."""
-
+    _parts: ClassVar[Parts] = {}
     _given: ClassVar[frozenset[str] | None] = None
     _extra: ClassVar[Mapping[str, Any]] = {}
 
@@ -110,7 +111,7 @@ class OpenAIFunctionSchema(Schema):
     parameters: OpenAIFunctionParametersSchema | None = None
     strict: bool = False
 
-    _parts: ClassVar[Mapping[str, type[Schema]]] = {"parameters": OpenAIFunctionParametersSchema}
+    _parts: ClassVar[Parts] = {"parameters": OpenAIFunctionParametersSchema}
 
 
 @dataclass
@@ -120,7 +121,7 @@ class OpenAIFunctionToolSchema(Schema):
     type: str
     function: OpenAIFunctionSchema
 
-    _parts: ClassVar[Mapping[str, type[Schema]]] = {"function": OpenAIFunctionSchema}
+    _parts: ClassVar[Parts] = {"function": OpenAIFunctionSchema}
 
 
 @dataclass
@@ -159,7 +160,7 @@ class OpenAIFunctionToolCall(Schema):
     type: str = "function"
     function: OpenAIFunctionCallSchema | None = None
 
-    _parts: ClassVar[Mapping[str, type[Schema]]] = {"function": OpenAIFunctionCallSchema}
+    _parts: ClassVar[Parts] = {"function": OpenAIFunctionCallSchema}
 
 
 @dataclass

@@ -15,7 +15,16 @@ from verl.config.rollout import MultiTurnConfig
 from verl.sandbox.supervisor import Limits
 from verl.tools.arguments import check_arguments
 from verl.tools.base_tool import BaseTool
-from verl.tools.calls import CallFailed, CallOutcome, CallResult, ToolThread, call_in_thread, described, text_of, truncated
+from verl.tools.calls import (
+    CallFailed,
+    CallOutcome,
+    CallResult,
+    ToolThread,
+    call_in_thread,
+    described,
+    text_of,
+    truncated,
+)
 from verl.tools.function_tool import FunctionTool, functions_in
 from verl.tools.processes import FunctionProcesses
 from verl.tools.schemas import ToolResponse
@@ -104,17 +113,16 @@ class Toolbox:
         for tool in found:
             if tool.name in self.tools:
                 raise ValueError(
-                    f"two tools are called {tool.name!r}, in {options.tool_config_path} and {options.function_tool_path}: "
-                    "the policy could not tell them apart. Rename one."
+                    f"two tools of multi_turn.tool_config_path={options.tool_config_path} and function_tool_path="
+                    f"{options.function_tool_path} are called {tool.name!r}: the policy could not tell them apart. "
+                    "Rename one."
                 )
             self.tools[tool.name] = tool
 
     def schemas(self, names: Sequence[str] | None = None) -> list[dict[str, Any]]:
         """Return the OpenAI schemas of these tools, of all by default: what the prompt shows."""
         chosen = self.tools if names is None else names
-        return [
-            self.tools[name].tool_schema.model_dump(exclude_unset=True, exclude_none=True) for name in chosen
-        ]
+        return [self.tools[name].tool_schema.model_dump(exclude_unset=True, exclude_none=True) for name in chosen]
 
     def close(self) -> None:
         """End the processes and the thread."""
@@ -173,11 +181,12 @@ class RowToolbox:
         given = set(self.row_tools.of(tool.name, "execute_kwargs"))
         if given - known or needed - given:
             raise ValueError(
-                f"tools_kwargs[{tool.name!r}]['execute_kwargs'] of a row has {sorted(given)}, the keyword-only parameters "
-                f"of the function are {sorted(known)}: give {sorted(needed) or 'nothing'}, which it needs, and no others."
+                f"tools_kwargs[{tool.name!r}]['execute_kwargs'] of a row has {sorted(given)}, the keyword-only "
+                f"parameters of the function are {sorted(known)}. Give {sorted(needed) or 'none'}, and no "
+                "others."
             )
 
-    # -- states of tools -------------------------------------------------------------------------------------------------
+    # -- states of tools ---------------------------------------------------------------------------------------------
 
     async def create(self) -> None:
         """Create the state of each `BaseTool`."""
@@ -225,7 +234,7 @@ class RowToolbox:
         except Exception as error:
             raise RuntimeError(f"tool {tool.name!r}, {what}: {described(error)}") from error
 
-    # -- calls -----------------------------------------------------------------------------------------------------------
+    # -- calls -------------------------------------------------------------------------------------------------------
 
     async def call(self, name: str, arguments: Mapping[str, Any] | None, problem: str | None = None) -> CallResult:
         """Call a tool; whatever fails is an answer that says so.

@@ -107,18 +107,8 @@ def _run_one(url: str, code: str, tests: Tests, number: int, test_s: float, memo
         stdin = json.dumps(arguments(tests.inputs[number]))
     else:
         stdin = text_of(tests.inputs[number])
-    body = {
-        "compile_timeout": COMPILE_S,
-        "run_timeout": test_s,
-        "code": code,
-        "stdin": stdin,
-        "memory_limit_MB": memory_mb,
-        "language": language,
-        "files": {},
-        "fetch_files": [],
-    }
-    answer = post(url, body, timeout_s=COMPILE_S + test_s + MARGIN_S)
-    outcome, output, detail = _read(answer, url)
+    answer = post_program(url, code, stdin, test_s, memory_mb, language)
+    outcome, output, detail = read_answer(answer, url)
     value = None
     if outcome == "done" and (is_check or tests.fn_name):
         _, has_ended, reply = output.rpartition(token)
@@ -130,8 +120,27 @@ def _run_one(url: str, code: str, tests: Tests, number: int, test_s: float, memo
     return judge(found, None if is_check else tests.outputs[number], bool(tests.fn_name), is_check)
 
 
-def _read(answer: Any, url: str) -> tuple[str, str, str]:
-    """(outcome, stdout, the end of stderr) of the service's answer."""
+def post_program(url: str, code: str, stdin: str, run_s: float, memory_mb: int, language: str) -> Any:
+    """Return the service's answer to a program and its input."""
+    body = {
+        "compile_timeout": COMPILE_S,
+        "run_timeout": run_s,
+        "code": code,
+        "stdin": stdin,
+        "memory_limit_MB": memory_mb,
+        "language": language,
+        "files": {},
+        "fetch_files": [],
+    }
+    return post(url, body, timeout_s=COMPILE_S + run_s + MARGIN_S)
+
+
+def read_answer(answer: Any, url: str) -> tuple[str, str, str]:
+    """Return (outcome, stdout, the end of stderr) of the service's answer.
+
+    Raises:
+        ServiceError: the service could not run the program.
+    """
     status = answer.get("status") if isinstance(answer, dict) else None
     # "Failed" is a program's failure; any other status is the service's, and tells nothing of the program
     if status not in ("Success", "Failed"):

@@ -12,8 +12,8 @@ from verl.utils.import_utils import load_class_from_fqn, load_extern_type, split
 def initialize_tools_from_config(tools_config_file: str, thread: ToolThread | None = None) -> list[BaseTool]:
     """Return the tools of a file.
 
-    An entry of type ``native`` is one tool, with ``class_name`` (a dotted name or ``path/file.py:Class``), ``config`` and
-    ``tool_schema``; one of type ``mcp`` is all tools of its servers, or those of ``mcp.tool_selected_list``.
+    An entry of type ``native`` is one tool, with ``class_name`` (a dotted name or ``path/file.py:Class``), ``config``
+    and ``tool_schema``; one of type ``mcp`` is all tools of its servers, or those of ``mcp.tool_selected_list``.
 
     Args:
         thread: event loop of the connections to MCP servers; None: one of their own.
@@ -29,8 +29,8 @@ def initialize_tools_from_config(tools_config_file: str, thread: ToolThread | No
     entries = content.get("tools") if isinstance(content, Mapping) else None
     if not isinstance(entries, list):
         raise ValueError(
-            f"multi_turn.tool_config_path={tools_config_file}: it has no list 'tools'. Write tools: [{{class_name: ..., "
-            "config: {type: native}, tool_schema: {...}}]."
+            f"multi_turn.tool_config_path={tools_config_file}: it has no list 'tools'. Write "
+            "tools: [{class_name: ..., config: {type: native}, tool_schema: {...}}]."
         )
     tools: list[BaseTool] = []
     for number, entry in enumerate(entries):
