@@ -27,6 +27,7 @@ GGUF = ["gguf>=0.17"]
 LIGER = ["liger-kernel>=0.8.5,<0.9"]
 IFEVAL = ["langdetect>=1.0.9"]
 REASONING_GYM = ["reasoning-gym>=0.1.23"]
+MCP = ["mcp>=2,<3"]
 TORCHAO = ["torchao>=0.16,<1"]
 TEST = ["pytest>=8", "pytest-timeout>=2.3", "hypothesis>=6.100", "ruff>=0.17,<0.18"]
 
@@ -75,6 +76,7 @@ setup(
         "videos": IMAGES + VIDEOS,
         "liger": LIGER,
         "torchao": TORCHAO,
+        "mcp": MCP,
         "reasoning-gym": REASONING_GYM,
         "ifeval": IFEVAL,
         "vllm": VLLM,

@@ -21,7 +21,6 @@ NOT_BUILT = {  # name, or the module it is in -> the words that say which featur
     "verl.models.mcore": "Megatron",
     "verl.models.transformers.monkey_patch": "patches of transformers models",
     "verl.third_party": "copies of engine internals",
-    "verl.tools": "multi-turn rollouts with tools",
     "verl.utils.megatron_utils": "Megatron",
     "verl.utils.vllm": "rollout engines",
     "verl.utils.vllm_utils": "rollout engines",
@@ -84,7 +83,7 @@ def test_a_name_whose_feature_is_not_built_says_so_on_import(name):
 
 
 @pytest.mark.parametrize(
-    "statement", ["import verl.tools", "from verl import tools", "from verl.utils import megatron"]
+    "statement", ["import verl.third_party", "from verl import third_party", "from verl.utils import megatron"]
 )
 def test_every_form_of_import_says_the_feature(statement):
     with pytest.raises(ImportError, match="asks for .*: that is not built"):

@@ -16,6 +16,7 @@ DISTRIBUTION |= {"cloudpickle": "ray", "PIL": "pillow"}
 OPTIONAL = {"flash_attn", "vllm", "sglang", "modelscope", "torch_npu", "nvtx", "mlflow", "weave"}
 OPTIONAL |= {"deepspeed", "liger_kernel", "torchao", "reasoning_gym", "langdetect"}
 OPTIONAL |= {"prometheus_client"}  # comes with vLLM, whose numbers it holds
+OPTIONAL |= {"mcp", "httpx2"}  # tools of MCP servers; the first brings the second
 OPTIONAL |= {"av", "reasoning_gym"}  # video files as data; tasks that a script generates
 
 

@@ -94,7 +94,14 @@ NEW_KEYS += [
 NEW_KEYS += [f"reward_model.judge.{name}" for name in JudgeConfig()]
 NEW_KEYS += [
     f"actor_rollout_ref.rollout.multi_turn.{name}"
-    for name in ("max_tool_calls", "max_tokens_per_turn", "tool_timeout", "function_tool_path")
+    for name in (
+        "max_tool_calls",
+        "max_tokens_per_turn",
+        "tool_timeout",
+        "function_tool_path",
+        "tool_num_workers",
+        "tool_memory_mb",
+    )
 ]
 NEW_KEYS += [f"env.{name}" for name, _ in leaves(EnvConfig())]
 NEW_KEYS += [f"actor_rollout_ref.rollout.agent.openai_agent.{name}" for name in ("function", "runs_in", "command")]

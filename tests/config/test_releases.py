@@ -322,7 +322,7 @@ def test_an_unknown_configuration_says_where_it_was_looked_for():
         ("verl.trainer.fsdp_sft_trainer", "supervised fine-tuning"),
         ("verl.trainer.main_generation", "batch generation"),
         ("verl.trainer.main_eval", "scoring of a file of responses"),
-        ("verl.tools.search_tool", "multi-turn rollouts with tools"),
+        ("verl.workers.rollout.schemas", "multi-turn rollouts with tools"),
         ("recipe.dapo.main_dapo", "DAPO as a program"),
         ("recipe.prime.main_prime", "a recipe of verl's"),
     ],
