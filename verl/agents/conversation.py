@@ -12,14 +12,25 @@ Rules, whose reasons are in docs/token_rules.md:
 """
 
 import json
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from typing import Any
 
-from verl.agents.templates import ChatTemplate, Message, TemplateRefusal, Tools, tool_call_message
-from verl.agents.tool_parser import ToolParser, get_tool_parser
+from verl.agents.templates import (
+    ChatTemplate,
+    Message,
+    TemplateRefusal,
+    TemplateReport,
+    Tools,
+    examine,
+    tool_call_message,
+)
+from verl.agents.tool_parser import ToolCall, ToolParser, get_tool_parser
 from verl.data.tokenization import encode
+
+logger = logging.getLogger(__name__)
 
 
 class ChatRenderer:
@@ -50,6 +61,7 @@ class ChatRenderer:
         self.template = ChatTemplate(tokenizer, template_kwargs)
         self.uses_template_history, self.check = uses_template_history, check
         self.tool_format, self.prompt_length = tool_format, prompt_length
+        self._reports: dict[bool, TemplateReport] = {}
 
     @classmethod
     def of(cls, tokenizer: Any, processor: Any, config: Any) -> "ChatRenderer":
@@ -84,24 +96,55 @@ class ChatRenderer:
         special = {number: token.content for number, token in added.items() if token.special}
         return special | dict(zip(self.tokenizer.all_special_ids, self.tokenizer.all_special_tokens, strict=True))
 
-    def ids_after(self, turn_ids: Sequence[int], text: str) -> list[int]:
+    def ids_after(self, turn_ids: Sequence[int], text: str, role: str) -> list[int]:
         """Token ids of what follows a turn (`ChatTemplate.after_turn`), less the end marker that the policy generated.
 
         Args:
             turn_ids: the tokens of the turn.
+            role: of the first message that follows.
         """
         marker = self.special_tokens.get(turn_ids[-1]) if turn_ids else None
-        if marker is None or marker not in text:
+        if marker is None:
+            end = self.template.end_of_turn.strip()
+            # a marker of several tokens, at which a stop string ended the turn
+            is_written = end and text.startswith(end) and self.decode(turn_ids).endswith(end)
+            return self.encode(text[len(end) :] if is_written else text)
+        head = self.template.before_answer(role)
+        if marker not in (text if head is None else head) or marker not in text:
             return self.encode(text)
         rest = text[text.index(marker) + len(marker) :]
         # encoded with the marker before it: some markers take in the whitespace around them
         ids = self.encode(marker + rest)
         return ids[1:] if ids and ids[0] == turn_ids[-1] else self.encode(rest)
 
+    def read_turn(self, token_ids: Sequence[int], text: str, tools: Tools = ()) -> tuple[str, list[ToolCall]]:
+        """Content and tool calls of a turn. Without tools its text is its content, as it is.
+
+        Args:
+            text: of the tokens, without special ones.
+        """
+        if tools:
+            return self.tool_parser.parse(token_ids, text, tools)
+        # messages of this format stand in channels, with or without tools
+        return (self.tool_parser.parse(token_ids, text)[0] if self.tool_format == "gpt-oss" else text), []
+
     @cached_property
     def tool_parser(self) -> ToolParser:
         """Parser of the format of ``multi_turn.format``."""
         return get_tool_parser(self.tool_format, self.tokenizer)
+
+    def report(self, has_tools: bool = False) -> TemplateReport:
+        """What the chat template does to conversations; examined and compared with the check mode once.
+
+        Raises:
+            TemplateRefusal: ``multi_turn.tokenization_sanity_check_mode`` does not permit the template.
+        """
+        if has_tools not in self._reports:
+            found = examine(self.template, has_tools)
+            if refusal := found.refusal(self.check, self.uses_template_history):
+                raise TemplateRefusal(refusal)
+            self._reports[has_tools] = found
+        return self._reports[has_tools]
 
     def is_stream(self, ids: Sequence[int], text: str) -> bool:
         """Whether a rendering says what these tokens say; however they split it."""
@@ -109,6 +152,24 @@ class ChatRenderer:
         if self.check == "ignore_strippable":
             return "".join(stream.split()) == "".join(text.split())
         return stream == text or self.encode(text) == list(ids)
+
+
+def check_chat_template(tokenizer: Any, processor: Any, config: Any) -> TemplateReport | None:
+    """Examine the chat template, print what it does, if the configuration holds conversations of several turns.
+
+    Raises:
+        TemplateRefusal: ``multi_turn.tokenization_sanity_check_mode`` does not permit it.
+    """
+    rollout = config.actor_rollout_ref.rollout
+    if not (rollout.multi_turn.enable or rollout.agent.default_agent_loop in _EPISODE_LOOPS):
+        return None
+    has_tools = bool(rollout.multi_turn.tool_config_path or rollout.multi_turn.function_tool_path)
+    report = ChatRenderer.of(tokenizer, processor, config).report(has_tools)
+    print(*(f"template {line}" for line in report.lines()), sep="\n", flush=True)
+    return report
+
+
+_EPISODE_LOOPS = ("tool_agent", "interaction_agent", "env_agent")
 
 
 @lru_cache(maxsize=8)
@@ -123,8 +184,7 @@ class Turn:
     text: str
     """Without special tokens."""
     token_ids: list[int]
-    tool_calls: list[Any] = field(default_factory=list)
-    """`verl.agents.episode.ToolCall` objects."""
+    tool_calls: list[ToolCall] = field(default_factory=list)
 
 
 @dataclass
@@ -181,6 +241,8 @@ class Conversation:
         self.renderer, self.tools, self.response_length = renderer, list(tools), response_length
         self.messages: list[dict[str, Any]] = [] if isinstance(messages, str) else [dict(item) for item in messages]
         self.turns: list[Turn] = []
+        if self.tools:
+            renderer.report(has_tools=True)
         if prompt_ids is None:
             refuse_images(self.messages)
             prompt_ids = renderer.prompt_ids(self.messages, self.tools)
@@ -225,11 +287,14 @@ class Conversation:
         row.turn_spans.append((start, len(row.response_ids)))
         row.turns.append(len(self.turns))
         text = self.renderer.decode(token_ids, skip_special_tokens=True)
-        content, calls = self.renderer.tool_parser.parse(token_ids, text, self.tools) if self.tools else (text, [])
+        content, calls = self.renderer.read_turn(token_ids, text, self.tools)
+        for number, call in enumerate(calls):
+            # nine letters and digits, which is what templates with a rule for ids ask for
+            call.id = call.id or f"call{len(self.turns) % 1000:03d}{number % 100:02d}"
         self.turns.append(Turn(text, token_ids, calls))
         message: dict[str, Any] = {"role": "assistant", "content": content}
         if calls:
-            message["tool_calls"] = [tool_call_message(call, number) for number, call in enumerate(calls)]
+            message["tool_calls"] = [tool_call_message(call) for call in calls]
         self.messages.append(message)
         return self.turns[-1]
 
@@ -241,15 +306,16 @@ class Conversation:
             TemplateRefusal: the chat template cannot render the messages.
         """
         refuse_images(messages)
+        self.renderer.report(bool(self.tools))
         new, row = [dict(message) for message in messages], self._rows[-1]
         *before, last = self.messages
         calls = last.get("tool_calls") or ()
         text = self.renderer.template.after_turn(before, calls, new, self.tools)
-        following = self.renderer.ids_after(self.turns[-1].token_ids, text)
+        following = self.renderer.ids_after(self.turns[-1].token_ids, text, new[0].get("role", "user"))
         if self.renderer.uses_template_history:
-            whole = self.renderer.template.render([*self.messages, *new], self.tools)
-            if not self.renderer.is_stream(row.ids + following, whole):
-                row, following = self._new_row(self.renderer.encode(whole)), []
+            rewritten = self._rewritten(row.ids + following, [*self.messages, *new])
+            if rewritten is not None:
+                row, following = self._new_row(rewritten), []
         if len(row.response_ids) + len(following) >= self.response_length:
             return False
         row.append(following, None, is_generated=False)
@@ -261,6 +327,18 @@ class Conversation:
     def rows(self) -> list[ConversationRow]:
         """Return the training rows, each with its turns: one, or more where the template rewrote the history."""
         return [row for row in self._rows if row.turns] or self._rows[:1]
+
+    def _rewritten(self, stream: list[int], messages: Sequence[Message]) -> list[int] | None:
+        """The template's history as token ids where it is not the stream; None: it is.
+
+        A history that the template refuses, such as two calls in a turn where it writes one, goes on as the stream.
+        """
+        try:
+            text = self.renderer.template.render(messages, self.tools)
+        except TemplateRefusal as refusal:
+            logger.warning("The conversation goes on with the tokens as generated: %s", refusal)
+            return None
+        return None if self.renderer.is_stream(stream, text) else self.renderer.encode(text)
 
     def _new_row(self, prompt_ids: Sequence[int]) -> ConversationRow:
         """A row that begins with these tokens: those beyond the prompt window stand in the response, masked."""

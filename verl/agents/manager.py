@@ -21,6 +21,7 @@ import numpy as np
 import torch
 
 from verl.agents.base import AgentLoopOutput, TrainerConfig, agent_loop, load_agent_loops
+from verl.agents.conversation import check_chat_template
 from verl.protocol import DataProto
 from verl.single_controller.errors import WorkerGroupError
 from verl.utils.py_functional import derive_seed
@@ -220,6 +221,7 @@ class AgentLoopManager:
         if rollout.agent.agent_loop_config_path:
             load_agent_loops(rollout.agent.agent_loop_config_path)
         agent_loop(rollout.agent.default_agent_loop)  # a wrong name fails before anything is generated
+        check_chat_template(self.tokenizer, processor, config)
         # a secret where others can reach the servers
         token = None if is_loopback(rollout.server_host) else secrets.token_urlsafe(24)
         started = worker_group.start_server(token)
