@@ -91,7 +91,7 @@ def test_every_option_and_every_choice_can_be_completed():
     assert main(["completion", "fish"]) == 2
 
 
-@pytest.mark.parametrize("command", ["ppo", "doctor", "check", "config", "roll"])
+@pytest.mark.parametrize("command", ["ppo", "doctor", "check", "config", "roll", "trajectories"])
 def test_every_flag_of_a_help_text_can_be_completed(command):
     line = next(line for line in bash_script({}).splitlines() if line.strip().startswith(f"{command}) choices="))
     shown = set(re.findall(r"(?<![\w-])--[a-z-]+(?=[ \],\n|]|$)", verl(command, "--help").stdout))

@@ -45,6 +45,12 @@ def _roll(words: list[str]) -> int:
     return main(words, _ppo)
 
 
+def _trajectories(words: list[str]) -> int:
+    from verl.telemetry.trajectory_command import main
+
+    return main(words)
+
+
 def _merge(words: list[str]) -> int:
     from verl.model_merger.__main__ import main
 
@@ -74,6 +80,7 @@ COMMANDS: dict[str, Command] = {
     "check": Command("look at data files, or at all a command line names, before a run does", _check),
     "config": Command("options: their meaning and values, and how two configurations differ", _config),
     "roll": Command("train from a configuration written for ROLL, or show its command line", _roll),
+    "trajectories": Command("show what the policy did: trajectories of a run as text or one page", _trajectories),
     "merge": Command("make a Hugging Face folder of a run's newest checkpoint: verl merge RUN", _merge),
     "completion": Command("completion for bash or zsh: source <(verl completion bash)", _completion),
 }
@@ -81,7 +88,7 @@ COMMANDS: dict[str, Command] = {
 
 def help_text() -> str:
     """Usage, and a line a command."""
-    lines = [f"  {name:<11} {command.about}" for name, command in COMMANDS.items()]
+    lines = [f"  {name:<12} {command.about}" for name, command in COMMANDS.items()]
     return "\n".join(["usage: verl COMMAND [arguments]", "", *lines, "", "verl COMMAND --help tells more."])
 
 

@@ -336,6 +336,7 @@ _FLAGS = {
     "roll": "--help --print --check --fields",
     "doctor": f"--help --gpu-mem --gpus --elsewhere --json --strict {_PLACES}",
     "check": "--help --json --prompts --tokens --all --score --patience",
+    "trajectories": "--help --step --index --uid --sort --status --tag --best --worst --diff --limit --html --json",
 }
 """Subcommand -> its flags; what completion offers after it."""
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from verl.algorithms.reward_shaping import cut_at_limit
 from verl.batch.ragged import Ragged
 from verl.protocol import DataProto
 from verl.telemetry.metric import reduce_metrics
+from verl.trainer.ppo.episodes import Decode, Episode, episode_metrics, episodes_of, trajectory_records
 from verl.trainer.ppo.run_log import describe, dump_samples, ground_truths
 
 __all__ = [
@@ -58,7 +60,7 @@ def compute_data_metrics(batch: DataProto, use_critic: bool = True) -> dict[str,
         ``critic/{score,rewards,advantages,returns[,values]}/{mean,max,min}``, ``response_length/...``,
         ``prompt_length/...`` and, when the batch counts turns, ``num_turns/{min,max,mean}``. Scores and rewards are
         sums over a response; advantages, returns and values are over tokens where ``response_mask`` is 1. And how much
-        there is to learn from, ``batch/...``, see `signal_metrics`.
+        there is to learn from, ``batch/...``, see `signal_metrics`; of episodes, `episode_metrics`.
     """
     metrics: dict[str, float] = {}
     for name, column in (("score", "token_level_scores"), ("rewards", "token_level_rewards")):
@@ -82,7 +84,7 @@ def compute_data_metrics(batch: DataProto, use_critic: bool = True) -> dict[str,
         metrics[f"{name}/clip_ratio"] = (lengths == width).double().mean().item()
     if "__num_turns__" in batch.non_tensor_batch:
         metrics |= _spread("num_turns", torch.as_tensor(batch.non_tensor_batch["__num_turns__"].astype(np.float64)))
-    return metrics | signal_metrics(batch)
+    return metrics | signal_metrics(batch) | episode_metrics(episodes_of(batch))
 
 
 def signal_metrics(batch: DataProto) -> dict[str, float]:
@@ -413,8 +415,12 @@ def validate(
     dump_to: Path | None = None,
     step: int = 0,
     source_key: str = "data_source",
+    decode_ids: Decode | None = None,
 ) -> tuple[dict[str, float], list[tuple[str, str, float]]]:
     """Score every validation response.
+
+    A trajectory of several rows is one sample with the sum of their rewards. Failed episodes have no score: they count
+    in ``val-env/<tag>/error`` only.
 
     Args:
         batches: prompts with responses, those to one prompt under one ``uid``.
@@ -422,16 +428,28 @@ def validate(
         decode: batch -> texts of prompts and responses.
         dump_to: folder of ``{step}.jsonl``, or None.
         source_key: column of the data source, by which metrics are grouped (``data.reward_fn_key``).
+        decode_ids: ids to texts, for the turns of dumped trajectories.
 
     Returns:
-        metrics under the names ``val-core/...`` and ``val-aux/...``, and (input, output, score) of every sample.
+        metrics under the names ``val-core/...`` and ``val-aux/...``, those of episodes under ``val-env/...`` and the
+        like, and (input, output, score) of every sample.
     """
     inputs, outputs, sources, uids, gold = [], [], [], [], []
     columns: dict[str, list] = {"reward": []}
     described: dict[str, list] = {}
+    episodes: list[Episode] = []
+    trajectories = []
     for batch in batches:
         rewards, extra = score(batch)
-        columns["reward"] += rewards.sum(-1).tolist()
+        scores, before = rewards.sum(-1).tolist(), len(inputs)
+        found = episodes_of(batch, scores)
+        if dump_to is not None:
+            records = trajectory_records(batch, found, decode_ids)
+            trajectories += [([before + i for i in rows], record) for rows, record in records]
+            for name, values in describe(batch, source_key).items():
+                described.setdefault(name, []).extend(values)
+        episodes += [replace(episode, rows=[before + i for i in episode.rows]) for episode in found]
+        columns["reward"] += scores
         for name, values in extra.items():
             if name != "reward" and len(values) == len(batch):
                 columns.setdefault(name, []).extend(values)
@@ -442,14 +460,27 @@ def validate(
         sources += rows.get(source_key, np.array(["unknown"] * len(batch), dtype=object)).tolist()
         uids += rows["uid"].tolist()
         gold += ground_truths(batch)
-        if dump_to is not None:
-            for name, values in describe(batch, source_key).items():
-                described.setdefault(name, []).extend(values)
-    samples = list(zip(inputs, outputs, columns["reward"], strict=True))
     if dump_to is not None:
-        dump_samples(dump_to, step, inputs, outputs, columns["reward"], gold, {**described, **columns})
-    columns = {name: values for name, values in columns.items() if len(values) == len(samples)}
-    return name_metrics(process_validation_metrics(sources, uids, columns)), samples
+        rewards = columns["reward"]
+        dump_samples(dump_to, step, inputs, outputs, rewards, gold, {**described, **columns}, trajectories)
+    columns = {name: values for name, values in columns.items() if len(values) == len(inputs)}
+    kept = _one_row_each(columns["reward"], episodes)
+    sources, uids = [sources[i] for i in kept], [uids[i] for i in kept]
+    columns = {name: [values[i] for i in kept] for name, values in columns.items()}
+    metrics = name_metrics(process_validation_metrics(sources, uids, columns)) | episode_metrics(episodes, "val-")
+    if any(episode.has_turns for episode in episodes):
+        counts = torch.tensor([float(episode.messages) for episode in episodes if not episode.failed])
+        metrics |= _spread("val-aux/num_turns", counts)
+    return metrics, [(inputs[i], outputs[i], columns["reward"][place]) for place, i in enumerate(kept)]
+
+
+def _one_row_each(rewards: list[float], episodes: Sequence[Episode]) -> list[int]:
+    """Return one row of each sample, which gets the reward of all its rows; none of failed episodes."""
+    left_out = {i for episode in episodes for i in (episode.rows if episode.failed else episode.rows[1:])}
+    for episode in episodes:
+        if len(episode.rows) > 1:
+            rewards[episode.rows[0]] = episode.reward
+    return [i for i in range(len(rewards)) if i not in left_out]
 
 
 def name_metrics(by_source: dict[str, dict[str, dict[str, float]]]) -> dict[str, float]:

@@ -6,6 +6,7 @@ import json
 import os
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from verl.telemetry.progress import Progress
 from verl.telemetry.rollout_trace import Trace, open_trace
 from verl.telemetry.tracking import Tracking, ValidationGenerationsLogger, check_backends
 from verl.trainer.buffer.over_sampling import FINISH_PLACE
+from verl.trainer.ppo.episodes import FAILED, episodes_of, plain, trajectory_records
 from verl.trainer.ppo.experience import response_column
 from verl.trainer.run_folder import open_run_record
 from verl.utils.config import typed_config
@@ -39,7 +41,8 @@ def dump_batch(folder: str, step: int, batch: DataProto, tokenizer: Any, source_
     """Write the samples of a scored batch to ``{folder}/{step}.jsonl``.
 
     Besides the columns of `describe`, ``reward`` is what the advantages were estimated from (scores, shaped, less the
-    KL penalty) and ``advantage`` their mean over the tokens the policy sampled.
+    KL penalty) and ``advantage`` their mean over the tokens the policy sampled. Trajectories have their turns besides
+    (`trajectory_records`).
     """
     inputs, outputs = texts(batch, tokenizer)
     scores = response_column(batch, "token_level_scores").sum(-1).tolist()
@@ -51,7 +54,13 @@ def dump_batch(folder: str, step: int, batch: DataProto, tokenizer: Any, source_
         columns["advantage"] = ((advantages * mask).sum(-1) / mask.sum(-1).clamp(min=1)).tolist()
     names = [*reward_columns(batch), *([FINISH_PLACE] if FINISH_PLACE in batch.non_tensor_batch else [])]
     columns |= {name: batch.non_tensor_batch[name].tolist() for name in names}
-    return dump_samples(folder, step, inputs, outputs, scores, ground_truths(batch), columns)
+    trajectories = trajectory_records(batch, episodes_of(batch, scores), readable(tokenizer))
+    return dump_samples(folder, step, inputs, outputs, scores, ground_truths(batch), columns, trajectories)
+
+
+def readable(tokenizer: Any) -> Callable[[list[list[int]]], list[str]]:
+    """Return the function that decodes ids for dumps: without special tokens."""
+    return partial(tokenizer.batch_decode, skip_special_tokens=True)
 
 
 def describe(batch: DataProto, source_key: str = "data_source") -> dict[str, list]:
@@ -88,23 +97,67 @@ def dump_samples(
     scores: Sequence[float],
     gold: Sequence[Any],
     columns: Mapping[str, Sequence],
+    trajectories: Sequence[tuple[Sequence[int], Mapping[str, Any]]] = (),
 ) -> Path:
-    """Write ``{folder}/{step}.jsonl``, one object a sample: input, output, gts, score, step and each extra column."""
+    """Write ``{folder}/{step}.jsonl``, one object a sample: input, output, gts, score, step and each extra column.
+
+    Args:
+        trajectories: rows and further values of each trajectory; it is one object, whatever its number of rows.
+    """
     folder = Path(folder).expanduser()
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{step}.jsonl"
     extra = {name: values for name, values in columns.items() if len(values) == len(inputs)}
     part = path.with_suffix(".part")
     with open(part, "w", encoding="utf-8") as file:
+        samples = []
         for i, (text, output, score, truth) in enumerate(zip(inputs, outputs, scores, gold, strict=True)):
-            row = {"input": text, "output": output, "gts": truth, "score": score, "step": step}
-            row.update((name, values[i]) for name, values in extra.items() if name not in row)
-            file.write(json.dumps(row, ensure_ascii=False, default=_json_value) + "\n")
+            samples.append({"input": text, "output": output, "gts": truth, "score": score, "step": step})
+            samples[i].update((name, values[i]) for name, values in extra.items() if name not in samples[i])
+        for row in join_trajectories(samples, trajectories):
+            file.write(json.dumps(row, ensure_ascii=False, default=plain) + "\n")
     os.replace(part, path)
     return path
 
 
+def join_trajectories(
+    samples: Sequence[dict[str, Any]],
+    trajectories: Sequence[tuple[Sequence[int], Mapping[str, Any]]],
+    sums: Sequence[str] = ("score", "reward", "response_length"),
+    of_rows: Sequence[str] = (),
+) -> list[dict[str, Any]]:
+    """Add to samples what is known of their trajectories; of several rows of one trajectory, one sample remains.
+
+    A value of the reward function whose name a trajectory needs becomes ``reward/<name>``. A failed one has no score.
+
+    Args:
+        sums: keys whose values are added over the rows. ``advantage`` becomes their mean, ``finish_reason`` the last
+            row's.
+        of_rows: keys that a trajectory of several rows has for each, in a list ``rows``.
+    """
+    absorbed = set()
+    for rows, record in trajectories:
+        first = samples[rows[0]]
+        if len(rows) > 1:
+            first |= {name: sum(samples[i][name] for i in rows) for name in sums if name in first}
+            first |= {name: sum(samples[i][name] for i in rows) / len(rows) for name in {"advantage"} & first.keys()}
+            first |= {"finish_reason": samples[rows[-1]].get("finish_reason")}
+            if of_rows:
+                first["rows"] = [{name: samples[i][name] for name in of_rows if name in samples[i]} for i in rows]
+            for name in of_rows:
+                first.pop(name, None)
+        taken = {name: value for name, value in first.items() if name in record and name != "seconds"}
+        first |= {f"reward/{name}": value for name, value in taken.items()} | record
+        if record.get("status") == FAILED:
+            first |= dict.fromkeys({"score", "reward", "advantage"} & first.keys())
+        absorbed.update(rows[1:])
+    return [sample for i, sample in enumerate(samples) if i not in absorbed]
+
+
 # -- One record a sample of a scored batch, for the trace (`verl.telemetry.rollout_trace`) -----------------------------
+_ROW_KEYS = ("prompt_ids", "response_ids", "prompt", "response", "versions", "response_mask", "response_logprobs")
+"""Names in a record that are of tokens; a trajectory of several rows has them for each row."""
+
 _RECORD_COLUMNS = {"finish_reason": "finish_reason", "version": "rollout_version", "seconds": "rollout_seconds"}
 """Names in a record -> columns that rollouts add."""
 
@@ -116,10 +169,12 @@ def sample_records(
     extra: Sequence[str] = (),
     decode: Callable[[list[list[int]]], list[str]] | None = None,
 ) -> list[dict[str, Any]]:
-    """One record a row: step, uid, prompt_ids, response_ids, score, finish_reason, version, seconds.
+    """One record a sample: step, uid, prompt_ids, response_ids, score, finish_reason, version, seconds.
 
     ``version`` is that of the weights that generated the row, ``seconds`` its generation time; where one call generates
-    the whole batch, the time of that. The rows of one uid follow one another.
+    the whole batch, the time of that. The rows of one uid follow one another. Trajectories also have what
+    `trajectory_records` knows, ``response_mask`` and, if log-probs were kept, ``response_logprobs``; those of several
+    rows are one record, with the ids of each row in ``rows``.
 
     Args:
         seconds: of the batch.
@@ -140,16 +195,18 @@ def sample_records(
             columns[name] = batch.non_tensor_batch[column].tolist()
     if "rollout_versions" in batch:  # of each token, where weights changed under a response
         columns["versions"] = [row.tolist() for row in batch.ragged("rollout_versions").rows()]
-    columns |= {name: [_json_value(value) for value in batch.non_tensor_batch[name]] for name in extra}
+    columns |= {name: [plain(value) for value in batch.non_tensor_batch[name]] for name in extra}
     rows = [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
+    trajectories = trajectory_records(batch, episodes_of(batch, columns["score"]), decode)
+    tokens = {"response_mask": "response_mask", "response_logprobs": "rollout_log_probs"} if trajectories else {}
+    for name, column in tokens.items():
+        if column in batch.keys():
+            values = batch.ragged(column).rows()
+            for i in (i for own, _ in trajectories for i in own):
+                rows[i][name] = values[i].tolist()
+    rows = join_trajectories(rows, trajectories, ("score",), _ROW_KEYS)
     number = {uid: i for i, uid in enumerate(dict.fromkeys(columns["uid"]))}
     return [{"step": step, **row} for row in sorted(rows, key=lambda row: number[row["uid"]])]
-
-
-def _json_value(value: Any) -> Any:
-    """JSON form of what numpy and torch hand out."""
-    value = value.tolist() if hasattr(value, "tolist") else value
-    return value if isinstance(value, str | int | float | bool | list | dict | None) else str(value)
 
 
 class RunLog:
@@ -244,6 +301,9 @@ LOW_ENTROPY = 0.01
 """Nats a token below which samples of one prompt are all but the same."""
 
 
+_TURNS = "actor_rollout_ref.rollout.multi_turn"
+
+
 _ROLLOUT, _FILTER = "actor_rollout_ref.rollout", "algorithm.filter_groups.enable"
 
 
@@ -309,6 +369,7 @@ class LearningSignalMonitor:
                 "actor/grad_norm was 0 though advantages were not: see actor/pg_clipfrac, and whether anything of the "
                 "model is trained",
             )
+        yield from self._endings(metrics)
         if metrics.get("batch/truncated_ratio") == 1 and not rollout.ignore_eos:
             yield (
                 "all truncated",
@@ -323,6 +384,35 @@ class LearningSignalMonitor:
                 f"prompt are all but the same. Lower actor_rollout_ref.actor.optim.lr, raise "
                 f"actor_rollout_ref.actor.clip_ratio_high, entropy_coeff or {_ROLLOUT}.temperature, or stop here if "
                 "the reward is what it should be",
+            )
+
+    def _endings(self, metrics: Mapping[str, float]) -> Iterator[tuple[str, str]]:
+        """Yield the limit, or the failure, that ended more than half of the episodes."""
+        turns, env = self.config.actor_rollout_ref.rollout.multi_turn, self.config.env
+        length = self.config.actor_rollout_ref.rollout.response_length
+        keys = {
+            "max_assistant_turns": (f"{_TURNS}.max_assistant_turns", turns.max_assistant_turns, "max_steps"),
+            "max_user_turns": (f"{_TURNS}.max_user_turns", turns.max_user_turns, ""),
+            "max_tool_calls": (f"{_TURNS}.max_tool_calls", turns.max_tool_calls, ""),
+            "max_tokens_per_turn": (f"{_TURNS}.max_tokens_per_turn", turns.max_tokens_per_turn, "max_tokens_per_step"),
+            "max_tokens": ("data.max_response_length, which all turns share,", length, ""),
+            "episode_timeout": ("env.episode_timeout", env.episode_timeout, ""),
+            "truncated": ("a limit of the environment, set in env.registry.<tag>.kwargs", None, ""),
+        }
+        for status, (key, value, of_tag) in keys.items():
+            if (share := metrics.get(f"agent/status/{status}", 0)) > 0.5:
+                limit = key + (f" (now {value:g})" if value is not None else "")
+                limit += f" or env.registry.<tag>.{of_tag}" if of_tag else ""
+                yield (
+                    f"ended by {status}",
+                    f"most episodes ({share:.0%}) were ended by {limit}. Raise it if they need more; `verl "
+                    f"trajectories FOLDER --status {status}` shows them",
+                )
+        if (share := metrics.get("agent/status/error", 0)) > 0.5:
+            yield (
+                "failed episodes",
+                f"most episodes ({share:.0%}) failed and taught nothing: see the causes in the run's log, "
+                f"env.on_error (now {env.on_error}) and env.max_error_share (now {env.max_error_share:g})",
             )
 
     def _equal_rewards(self, metrics: Mapping[str, float]) -> str:
