@@ -236,7 +236,9 @@ def _show_difference(options: argparse.Namespace, found: list[Trajectory], style
         return True
     pairs.sort(key=_gain, reverse=not options.worst)
     limit = options.limit or _ROWS
-    rows = [("prompt", f"reward {first}", f"reward {last}", f"turns {first}", f"turns {last}", "status")]
+    rows: list[tuple[str, ...]] = [
+        ("prompt", f"reward {first}", f"reward {last}", f"turns {first}", f"turns {last}", "status")
+    ]
     for before, after in pairs[:limit]:
         rewards = (number_text(_mean_reward(before)), number_text(_mean_reward(after)))
         turns = [number_text(sum(t.num_turns for t in side) / len(side), 1) for side in (before, after)]

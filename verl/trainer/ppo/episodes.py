@@ -66,7 +66,7 @@ def episodes_of(batch: DataProto, scores: Sequence[float] | None = None) -> list
     """
     columns, count = batch.non_tensor_batch, len(batch)
     present = [columns[name] for name in EPISODE_COLUMNS if name in columns]
-    messages = columns.get("__num_turns__", [2] * count)
+    messages: Sequence[int] = columns["__num_turns__"].tolist() if "__num_turns__" in columns else [2] * count
     has_turns = [messages[i] > 2 or any(column[i] is not None for column in present) for i in range(count)]
     if not any(has_turns) and "episode_status" not in columns:
         return []
@@ -195,7 +195,7 @@ def _tool_name(call: Tool) -> str:
 def _known_statuses() -> list[str]:
     from verl.agents.base import EpisodeStatus  # agent loops have run: it is loaded
 
-    return [status.value for status in EpisodeStatus]
+    return [str(status) for status in EpisodeStatus.__members__.values()]
 
 
 # -- records -----------------------------------------------------------------------------------------------------------

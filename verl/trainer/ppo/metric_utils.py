@@ -434,7 +434,9 @@ def validate(
         metrics under the names ``val-core/...`` and ``val-aux/...``, those of episodes under ``val-env/...`` and the
         like, and (input, output, score) of every sample.
     """
-    inputs, outputs, sources, uids, gold = [], [], [], [], []
+    inputs: list[str] = []
+    outputs: list[str] = []
+    sources, uids, gold = [], [], []
     columns: dict[str, list] = {"reward": []}
     described: dict[str, list] = {}
     episodes: list[Episode] = []

@@ -135,7 +135,7 @@ def join_trajectories(
             row's.
         of_rows: keys that a trajectory of several rows has for each, in a list ``rows``.
     """
-    absorbed = set()
+    absorbed: set[int] = set()
     for rows, record in trajectories:
         first = samples[rows[0]]
         if len(rows) > 1:
@@ -147,7 +147,7 @@ def join_trajectories(
             for name in of_rows:
                 first.pop(name, None)
         taken = {name: value for name, value in first.items() if name in record and name != "seconds"}
-        first |= {f"reward/{name}": value for name, value in taken.items()} | record
+        first |= {**{f"reward/{name}": value for name, value in taken.items()}, **record}
         if record.get("status") == FAILED:
             first |= dict.fromkeys({"score", "reward", "advantage"} & first.keys())
         absorbed.update(rows[1:])
