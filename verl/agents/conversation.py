@@ -241,6 +241,7 @@ class Conversation:
         self.renderer, self.tools, self.response_length = renderer, list(tools), response_length
         self.messages: list[dict[str, Any]] = [] if isinstance(messages, str) else [dict(item) for item in messages]
         self.turns: list[Turn] = []
+        self._has_prompt_messages = bool(self.messages)
         if self.tools:
             renderer.report(has_tools=True)
         if prompt_ids is None:
@@ -304,7 +305,15 @@ class Conversation:
         Raises:
             NotImplementedError: a message has images.
             TemplateRefusal: the chat template cannot render the messages.
+            ValueError: there are no messages, or the template's history is asked for and the prompt came as ids.
         """
+        if not messages:
+            raise ValueError("Conversation.add_messages: there is no message. A turn is answered by one or more.")
+        if self.renderer.uses_template_history and not self._has_prompt_messages:
+            raise ValueError(
+                "actor_rollout_ref.rollout.multi_turn.use_inference_chat_template=true renders whole conversations, "
+                "and this one's prompt is known as token ids only. Set data.return_raw_chat=true."
+            )
         refuse_images(messages)
         self.renderer.report(bool(self.tools))
         new, row = [dict(message) for message in messages], self._rows[-1]

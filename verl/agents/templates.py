@@ -101,7 +101,9 @@ class ChatTemplate:
         Raises:
             TemplateRefusal: the template does not render them.
         """
-        before = list(messages) or [{"role": "user", "content": "."}]
+        # where the prompt came as token ids, the conversation begins with the policy's turn, which templates refuse
+        has_prompt = bool(messages) and messages[0].get("role") != "assistant"
+        before = [*([] if has_prompt else [{"role": "user", "content": "."}]), *messages]
         results = [message for message in new if message.get("role") == "tool"]
         turns: list[dict[str, Any]] = [{"role": "assistant", "content": self._mark}]
         if results:
