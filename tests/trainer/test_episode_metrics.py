@@ -142,11 +142,18 @@ def test_tools_are_counted_by_name_and_outcome_and_what_is_no_tool_is_one_name()
         "tool/search/timeout": 1 / 3,
         "tool/search/seconds": 2,
         "tool/unknown/calls": 2 / 3,
+        "tool/unknown/unknown_tool": 1 / 2,
         "tool/unknown/error": 1 / 2,
         "tool/unknown/timeout": 0,
         "tool/unknown/seconds": 0.5,
     }
     assert {name: value for name, value in metrics.items() if name.startswith("tool/")} == pytest.approx(expected)
+
+
+def test_the_reward_that_an_environment_reports_is_its_own():
+    """The score may have penalties and what a reward function gives."""
+    info = objects({"reward": 1.0}, {"reward": 0.0}, {"reward": 0.5}, {"reward": 99.0})
+    assert episode_metrics(episodes_of(episodes(episode_info=info)))["env/Lake/reward"] == 0.5
 
 
 def test_rows_of_one_trajectory_are_one_episode():

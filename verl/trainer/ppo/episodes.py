@@ -21,7 +21,7 @@ EPISODE_COLUMNS = ("turn_rewards", "turn_spans", "turn_state_ids", "episode_info
 FAILED = "error"
 """Status of an episode that failed: no metric but the share of such episodes sees it."""
 
-_OK_OUTCOMES, _TIMEOUT = ("ok", "success"), "timeout"
+_OK_OUTCOMES, _TIMEOUT = ("ok",), "timeout"
 _UNKNOWN_TOOL = "unknown"
 _TOOL_NAME = re.compile(r"[\w.:-]{1,64}")
 
@@ -125,7 +125,7 @@ def episode_metrics(episodes: Sequence[Episode], prefix: str = "") -> dict[str, 
         Of each environment ``env/<tag>/{success,reward,turns,valid_action,truncated,error}`` and every further number
         of ``episode_info`` (means; shares for ``truncated``, ended by a limit, and ``error``), where there is no tag
         ``agent/<agent_name>/...``. ``tool/<name>/{calls,error,timeout,seconds}``: calls an episode, the shares of them
-        that failed and that took too long, and the seconds of a call. ``agent/status/<status>``: shares.
+        that failed and that took too long, and the seconds of a call; failures of a kind as ``tool/<name>/<kind>``. ``agent/status/<status>``: shares.
         ``agent_loop/slowest_{s,turns}``: seconds and turns of the slowest episode.
     """
     metrics: dict[str, float] = {}
@@ -152,15 +152,15 @@ def slowest_of(episodes: Sequence[Episode]) -> Episode | None:
 def _means(episodes: Sequence[Episode]) -> dict[str, float]:
     """Metrics of the episodes of one environment or agent loop."""
     done = [episode for episode in episodes if not episode.failed]
-    means = {}
+    means: dict[str, float] = {}
+    if done:
+        means["reward"] = sum(episode.reward for episode in done) / len(done)
+        means["turns"] = sum(episode.turns for episode in done) / len(done)
     for name in dict.fromkeys(name for episode in done for name in episode.info):
         values = [episode.info[name] for episode in done if name in episode.info]
         numbers = [float(value) for value in values if isinstance(value, bool | int | float | np.number | np.bool_)]
         if numbers:
             means[name] = sum(numbers) / len(numbers)
-    if done:
-        means["reward"] = sum(episode.reward for episode in done) / len(done)
-        means["turns"] = sum(episode.turns for episode in done) / len(done)
     statuses = [episode.status for episode in done if episode.status is not None]
     if statuses:
         means["truncated"] = sum(status != "completed" for status in statuses) / len(statuses)
@@ -181,6 +181,9 @@ def _tool_metrics(episodes: Sequence[Episode]) -> dict[str, float]:
         metrics[f"{name}/calls"] = len(own) / len(done)
         metrics[f"{name}/error"] = sum(outcome not in (*_OK_OUTCOMES, _TIMEOUT) for outcome in outcomes) / len(own)
         metrics[f"{name}/timeout"] = outcomes.count(_TIMEOUT) / len(own)
+        for kind in sorted({*outcomes} - {*_OK_OUTCOMES, _TIMEOUT, FAILED}):
+            if _TOOL_NAME.fullmatch(kind):
+                metrics[f"{name}/{kind}"] = outcomes.count(kind) / len(own)
         if seconds:
             metrics[f"{name}/seconds"] = sum(seconds) / len(seconds)
     return metrics
