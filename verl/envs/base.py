@@ -6,6 +6,7 @@ Knows no model, no tokenizer and no trainer: an environment reads text and answe
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
+from verl.envs.adapters import ADAPTERS, adapted
 from verl.utils.import_utils import load_class_from_fqn, load_extern_type, split_file_name
 from verl.utils.py_functional import nearest_name
 
@@ -56,6 +57,11 @@ def built_in_names() -> list[str]:
     return list(_BUILT_IN)
 
 
+def known_names() -> list[str]:
+    """Names of the environments of the package and of those registered."""
+    return sorted({*_ENVIRONMENTS, *_BUILT_IN})
+
+
 def register(name: str) -> Callable[[type], type]:
     """Class decorator: ``env.registry.<tag>.type=name`` means this class."""
 
@@ -67,7 +73,7 @@ def register(name: str) -> Callable[[type], type]:
 
 
 def environment_class(kind: str) -> Callable[..., Environment]:
-    """Return the class of a registered name, of ``path/file.py:Class`` or of ``package.module.Class``.
+    """Return the class of a registered name, ``path/file.py:Class``, ``package.module.Class`` or ``gymnasium:ID``.
 
     Raises:
         ValueError: there is none; lists the known names.
@@ -76,14 +82,17 @@ def environment_class(kind: str) -> Callable[..., Environment]:
         return _ENVIRONMENTS[kind]
     if in_file := split_file_name(kind):
         return load_extern_type(*in_file)
+    if (make_it := adapted(kind)) is not None:
+        return make_it
     if kind in _BUILT_IN:
         return load_class_from_fqn(_BUILT_IN[kind], "env.registry.*.type")
     if "." in kind:
         return load_class_from_fqn(kind, "env.registry.*.type")
-    known = sorted({*_ENVIRONMENTS, *_BUILT_IN})
+    known = known_names()
+    example = ", ".join(f"{prefix}:{entry[3]}" for prefix, entry in ADAPTERS.items())
     raise ValueError(
         f"environment type {kind!r} is not known; known are {', '.join(known)}.{nearest_name(kind, known)} Give the "
-        "name of one, path/file.py:Class, or package.module.Class."
+        f"name of one, path/file.py:Class, package.module.Class, or {example}."
     )
 
 

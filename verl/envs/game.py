@@ -51,8 +51,8 @@ class TextGame(ABC):
     """
 
     name: ClassVar[str]
-    task_keys: ClassVar[tuple[str, ...]] = ()
-    """What a row's task may bring: all of it or nothing, and then the game makes a task."""
+    task_keys: ClassVar[tuple[str, ...] | None] = ()
+    """What a row's task may bring: all of it or nothing, and then the game makes a task. None: anything."""
 
     def __init__(
         self,
@@ -71,8 +71,10 @@ class TextGame(ABC):
         self.require(prompt in ("full", "terse"), "prompt", prompt, "is unknown; it is full or terse")
         self.prompt, self.instructions, self.answer = prompt, instructions, answer
         self.max_steps, self.invalid_reward = max_steps, invalid_reward
-        self.turns = 0
+        self.seed = self.turns = 0
         self.is_over = True
+        self.is_truncated = False
+        self.tells_success = True
         self.random = np.random.default_rng(0)
 
     @classmethod
@@ -92,7 +94,7 @@ class TextGame(ABC):
 
     @abstractmethod
     def play(self, action: Any) -> tuple[float, bool, dict[str, Any]]:
-        """Take an action that `read` returned. Returns (reward, terminated, info)."""
+        """Take an action that `read` returned. Returns (reward, terminated, info); may set ``is_truncated``."""
 
     @abstractmethod
     def view(self) -> str:
@@ -126,11 +128,11 @@ class TextGame(ABC):
         Raises:
             ValueError: the task has other keys than ``task_keys``, or a value that the game cannot take.
         """
-        if task and set(task) != set(self.task_keys):
+        if task and self.task_keys is not None and set(task) != set(self.task_keys):
             known = f"brings {' and '.join(self.task_keys)}, or nothing" if self.task_keys else "brings nothing"
             raise ValueError(f"{self.name}: the row's task has {', '.join(sorted(task))}; it {known}. Correct the row.")
         self.random = np.random.default_rng(seed)
-        self.turns, self.is_over = 0, False
+        self.seed, self.turns, self.is_over, self.is_truncated = seed, 0, False, False
         self.begin(task)
         head = self.instructions or (self.rules() if self.prompt == "full" else "")
         return "\n\n".join(filter(None, (head, self.view()))), {}
@@ -146,10 +148,11 @@ class TextGame(ABC):
         self.turns += 1
         move = self.read(action)
         reward, terminated, info = (self.invalid_reward, False, {}) if move is None else self.play(move)
-        truncated = not terminated and self.max_steps is not None and self.turns >= self.max_steps
+        is_last = self.max_steps is not None and self.turns >= self.max_steps
+        truncated = not terminated and (self.is_truncated or is_last)
         self.is_over = terminated or truncated
         observation = "\n".join(filter(None, (self.feedback(move), self.view())))
-        info = {"success": False, "valid_action": move is not None, **info}
+        info = {**({"success": False} if self.tells_success else {}), "valid_action": move is not None, **info}
         return observation, float(reward), terminated, truncated, info
 
     def named(self, key: str, names: Sequence[str], count: int, rule: str) -> list[str]:
