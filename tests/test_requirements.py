@@ -15,6 +15,7 @@ DISTRIBUTION |= {"cloudpickle": "ray", "PIL": "pillow"}
 # Imported only where the user brought them: by an option that names them, or on a machine that has them.
 OPTIONAL = {"flash_attn", "vllm", "sglang", "modelscope", "torch_npu", "nvtx", "mlflow", "weave"}
 OPTIONAL |= {"deepspeed", "liger_kernel", "torchao", "reasoning_gym", "langdetect"}
+OPTIONAL |= {"gymnasium", "textarena", "openenv"}  # environments of other packages
 OPTIONAL |= {"prometheus_client"}  # comes with vLLM, whose numbers it holds
 OPTIONAL |= {"mcp", "httpx2"}  # tools of MCP servers; the first brings the second
 OPTIONAL |= {"av", "reasoning_gym"}  # video files as data; tasks that a script generates
@@ -59,7 +60,16 @@ def test_what_the_code_imports_is_in_the_requirements(folder):
     assert not missing_from(imported_packages(folder), names_in("requirements.in"))
 
 
-WRITTEN_BY_TESTS = {"helpers", "library_of_options", "my_fused", "my_loops", "my_recipe", "my_worker", "my_workflow"}
+WRITTEN_BY_TESTS = {
+    "helpers",
+    "hostile",
+    "library_of_options",
+    "my_fused",
+    "my_loops",
+    "my_recipe",
+    "my_worker",
+    "my_workflow",
+}
 """Modules that stand in for a user's own; a test writes or ships them."""
 
 

@@ -33,6 +33,12 @@ def _check(words: list[str]) -> int:
     return check(words)
 
 
+def _env(words: list[str]) -> int:
+    from verl.envs.check import main
+
+    return main(words)
+
+
 def _config(words: list[str]) -> int:
     from verl.config.describe import main
 
@@ -78,6 +84,7 @@ COMMANDS: dict[str, Command] = {
     "agentic": Command("train in environments, as python -m verl.trainer.main_agentic", _agentic),
     "doctor": Command("examine a configuration before a run: batches, memory, data, rewards", _doctor),
     "check": Command("look at data files, or at all a command line names, before a run does", _check),
+    "env": Command("play an environment before a run does, and list environments: verl env check NAME", _env),
     "config": Command("options: their meaning and values, and how two configurations differ", _config),
     "roll": Command("train from a configuration written for ROLL, or show its command line", _roll),
     "trajectories": Command("show what the policy did: trajectories of a run as text or one page", _trajectories),

@@ -62,7 +62,7 @@ class GymnasiumEnvironment(TextGame):
         self.require(can_draw or not is_drawn, "observation", observation, f"cannot be: {name} draws no text; use obs")
         self.env = gymnasium.make(name, **{**({"render_mode": "ansi"} if is_drawn else {}), **options})
         self.is_drawn, self.is_written = is_drawn, not is_drawn or observation == "both"
-        self.space = self.env.action_space
+        self.space: Any = self.env.action_space
         known = (spaces.Discrete, spaces.MultiDiscrete, spaces.Box, spaces.Text)
         if not isinstance(self.space, known):
             raise ValueError(
@@ -159,7 +159,7 @@ def _modes(name: str) -> Sequence[str]:
             f"gymnasium:{name}: {error}{nearest_name(name, ids)} `verl env list` lists the known IDs; module:ID "
             "imports a module first."
         ) from None
-    maker = spec.entry_point
+    maker: Any = spec.entry_point
     if isinstance(maker, str):
         maker = gymnasium.envs.registration.load_env_creator(maker)
     return getattr(maker, "metadata", {}).get("render_modes", ())
