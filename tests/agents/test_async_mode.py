@@ -12,6 +12,7 @@ from tests.support.learning import check_learned
 from tests.trainer.test_learning import TINY, rewards_of
 from verl.agents import AgentLoopOutput
 from verl.agents.manager import assemble_outputs, spread
+from verl.agents.outputs import EpisodeError
 from verl.protocol import DataProto
 
 RANKS = {
@@ -57,7 +58,7 @@ def test_mode_sync_imports_no_http():
         import sys
         from verl.trainer.ppo.job import PPOJob
         import verl.workers.roles, verl.workers.rollout.hf.rollout, verl.workers.fsdp_workers
-        assert not {"aiohttp", "verl.agents"} & set(sys.modules), "imported"
+        assert not {"aiohttp", "verl.agents.manager", "verl.agents.conversation"} & set(sys.modules), "imported"
     """
     import subprocess
 
@@ -131,13 +132,38 @@ def test_a_yaml_file_names_loops_with_options(run, loop_file, tmp_path):
 
 def test_a_loop_that_raises_names_itself_the_row_and_the_cause(run, loop_file):
     loop_file.write_text(LOOP.replace("prompt = list(", "prompt = 1 / 0 or list("))
+    options = {
+        f"{ROLLOUT}__agent__agent_loop_config_path": str(loop_file),
+        f"{ROLLOUT}__agent__default_agent_loop": "two_halves",
+    }
     with pytest.raises(RuntimeError, match="agent loop 'two_halves' failed on row 0: ZeroDivisionError"):
-        run(
-            **{
-                f"{ROLLOUT}__agent__agent_loop_config_path": str(loop_file),
-                f"{ROLLOUT}__agent__default_agent_loop": "two_halves",
-            }
-        )
+        run(**options, env__on_error="stop")
+    with pytest.raises(EpisodeError, match="16 of 16 episodes failed(?s:.*)16 times: agent loop 'two_halves': ZeroDiv"):
+        run(**options)
+
+
+def test_a_row_whose_loop_fails_leaves_its_group_and_the_run_goes_on(run, loop_file):
+    """Some responses fail: their reward is no zero, and the others of their groups count."""
+    fails = "if self.server_manager._seed % 5 == 0: raise KeyError('lost')\n        prompt = list("
+    loop_file.write_text(
+        LOOP.replace("prompt = list(", fails).replace("reward_score=0.25", "reward_score=first.token_ids[0] % 7 / 7")
+    )
+    trainer, steps = run(
+        **{
+            f"{ROLLOUT}__agent__agent_loop_config_path": str(loop_file),
+            f"{ROLLOUT}__agent__default_agent_loop": "two_halves",
+            f"{ROLLOUT}__calculate_log_probs": True,
+            "env__on_error": "drop",
+            "env__max_error_share": 0.9,
+        }
+    )
+    assert trainer.global_steps == 2
+    rows = [row for rows in steps for row in rows]
+    assert any(row["output"] == "" for row in rows)
+    for rows in steps:
+        failed, others = [row for row in rows if row["output"] == ""], [row for row in rows if row["output"] != ""]
+        mean = sum(row["score"] for row in others) / len(others)
+        assert all(row["score"] == pytest.approx(mean, abs=1e-6) for row in failed)
 
 
 def test_an_unknown_loop_is_refused_before_the_first_step(run):

@@ -92,6 +92,13 @@ class AgentLoopOutput:
                 )
 
 
+STATUS_COLUMN = "episode_status"
+"""Column with the `EpisodeStatus` of each row; "error" marks a row that counts nowhere."""
+
+TRAJECTORY_COLUMN = "trajectory_id"
+"""Column where trajectories have several rows, one a turn: rows of one trajectory have the same value."""
+
+
 class TrainerConfig:
     """The whole configuration for agent loops: by its sections, and as ``config``, which verl's loops read."""
 

@@ -4,15 +4,23 @@ Tools, simulated users and environments are all a `ConversationEnvironment`: the
 measurements exist once.
 """
 
+from __future__ import annotations
+
+import asyncio
+import json
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from hashlib import blake2b
+from typing import TYPE_CHECKING, Any
 
 from verl.agents.base import AgentLoopBase, AgentLoopOutput, EpisodeStatus
-from verl.agents.conversation import ChatRenderer, Conversation
 from verl.agents.tool_parser import ToolCall
+from verl.algorithms.advantages.gigpo import state_key
+
+if TYPE_CHECKING:
+    from verl.agents.conversation import Conversation
 
 
 @dataclass
@@ -49,8 +57,14 @@ class Reply:
     num_calls: int = 0
     """Tool calls that it answers."""
 
+    def __post_init__(self):
+        # kept answers go into checkpoints, which hold no arrays; equal states have equal names
+        if not isinstance(self.state_id, (str, int, type(None))):
+            self.state_id = blake2b(repr(state_key(self.state_id)).encode(), digest_size=12).hexdigest()
+
     @property
     def is_last(self) -> bool:
+        """Whether it ends the episode."""
         return self.terminated or self.truncated or self.status is not None or not self.messages
 
 
@@ -68,12 +82,61 @@ class ConversationEnvironment(ABC):
     async def reply(self, turn: AssistantTurn) -> Reply:
         """Answer a turn of the policy."""
 
+    async def resume(self, row: Mapping[str, Any], turns: Sequence[AssistantTurn], replies: Sequence[Reply]) -> None:
+        """Bring a new environment to where an earlier one was, of which the answers so far are kept.
+
+        Args:
+            turns: of the policy so far.
+            replies: ``replies[0]`` began the episode, ``replies[k + 1]`` answered ``turns[k]``. They stay as they are.
+        """
+        await self.start(row)
+
     async def finish(self) -> Mapping[str, Any]:
         """End the episode, however it ended. Returns further columns; ``reward_score`` becomes the row's reward."""
         return {}
 
-    async def close(self) -> None:  # noqa: B027
+    async def close(self) -> None:  # noqa: B027 - most have nothing to give back
         """Give resources back; called once, also after a failure or a cancellation."""
+
+
+@dataclass
+class ReplyLog:
+    """Answers of an episode's environment so far. A sample that a scheduler stops goes on with them in a later step."""
+
+    replies: list[Reply] = field(default_factory=list)
+    """``replies[0]`` began the episode, ``replies[k + 1]`` answered turn k of the policy."""
+    environment: ConversationEnvironment | None = None
+    """The environment that gave them, while no episode runs."""
+    abandoned: list[ConversationEnvironment] = field(default_factory=list)
+    """Environments whose episode begins anew: to be closed by the next one to run."""
+
+    def take_environment(self) -> ConversationEnvironment | None:
+        """Return the environment that was kept, if it is still there; whoever takes it closes or keeps it."""
+        environment, self.environment = self.environment, None
+        return environment
+
+    def truncate(self, count: int) -> None:
+        """Forget all but the first ``count`` answers, and the environment, which has gone further."""
+        if count < len(self.replies):
+            del self.replies[count:]
+            if (environment := self.take_environment()) is not None:
+                self.abandoned.append(environment)
+
+    async def close(self) -> None:
+        """Close the environments: the episode does not go on."""
+        if (environment := self.take_environment()) is not None:
+            self.abandoned.append(environment)
+        while self.abandoned:
+            await self.abandoned.pop().close()
+
+    def state(self) -> list[dict[str, Any]]:
+        """Return JSON values; environments are lost, and `ConversationEnvironment.resume` makes them anew."""
+        return json.loads(json.dumps([asdict(reply) for reply in self.replies], default=str))
+
+    @classmethod
+    def from_state(cls, state: Sequence[Mapping[str, Any]]) -> ReplyLog:
+        replies = [Reply(**{**reply, "status": reply["status"] and EpisodeStatus(reply["status"])}) for reply in state]
+        return cls(replies)
 
 
 class EpisodeLoop(AgentLoopBase):
@@ -90,7 +153,7 @@ class EpisodeLoop(AgentLoopBase):
     def environment(self, row: Mapping[str, Any]) -> ConversationEnvironment:
         """Return the environment of this row's episode; `ConversationEnvironment.start` may take its time."""
 
-    def limits(self, row: Mapping[str, Any]) -> "EpisodeLimits":
+    def limits(self, row: Mapping[str, Any]) -> EpisodeLimits:
         """Return the limits of this row's episode: those of ``rollout.multi_turn``."""
         options = self.config.actor_rollout_ref.rollout.multi_turn
         return EpisodeLimits(
@@ -99,18 +162,19 @@ class EpisodeLoop(AgentLoopBase):
 
     async def run(self, sampling_params: dict[str, Any], **row: Any) -> AgentLoopOutput | list[AgentLoopOutput]:
         log = self.server_manager.replies
-        environment = log.take_environment() or self.environment(row)
+        while log.abandoned:
+            await log.abandoned.pop().close()
+        kept = log.take_environment()
+        episode = Episode(self, kept, self.limits(row), sampling_params, row)
         try:
-            episode = Episode(self, environment, self.limits(row), sampling_params, row)
             outputs = await episode.run()
         except BaseException:
-            # a sample that a scheduler stopped goes on later, in the same environment
-            if self.server_manager.is_stopped:
-                log.keep_environment(environment)
+            if self.server_manager.is_stopped and episode.is_consistent:
+                log.environment = episode.environment
             else:
-                await environment.close()
+                await episode.environment.close()
             raise
-        await environment.close()
+        await episode.environment.close()
         return outputs
 
 
@@ -129,6 +193,7 @@ class Episode:
 
     Args:
         loop: gives the tokenizer, the rollout servers and the configuration.
+        environment: one that gave the answers kept so far; None: a new one is made.
         sampling_params: of every turn; ``max_tokens`` is the response window, which all turns share.
         row: columns of the row.
     """
@@ -136,46 +201,75 @@ class Episode:
     def __init__(
         self,
         loop: EpisodeLoop,
-        environment: ConversationEnvironment,
+        environment: ConversationEnvironment | None,
         limits: EpisodeLimits,
         sampling_params: dict[str, Any],
         row: Mapping[str, Any],
     ):
-        self.loop, self.environment, self.limits, self.row = loop, environment, limits, row
+        self.loop, self.limits, self.row = loop, limits, row
+        self.log = loop.server_manager.replies
+        self.environment = environment or loop.environment(row)
+        self.answered = len(self.log.replies) if environment else 0
+        """Answers that ``environment`` itself has given."""
+        self.is_consistent = True
+        """False while an answer is awaited: an environment that is stopped within one cannot be asked again."""
         self.sampling_params = sampling_params
+        self.turns: list[AssistantTurn] = []
         self.turn_rewards: list[float] = []
+        self.turn_seconds: list[float] = []
         self.state_ids: list[Any] = []
         self.user_turns = self.tool_calls = 0
         self.seconds = 0.0
-        self.turn_seconds: list[float] = []
         self.info: dict[str, Any] = {}
+        timeout = loop.config.env.episode_timeout
+        self.deadline = None if timeout is None else time.monotonic() + timeout
 
     async def run(self) -> AgentLoopOutput | list[AgentLoopOutput]:
-        """Hold the conversation; one output, or one a turn where the chat template rewrites the history."""
-        first = await self._answered(0, lambda: self.environment.start(self.row))
-        conversation = self._conversation(first)
-        self.state_ids.append(first.state_id if first else None)
-        status = None
-        while status is None:
-            turn = await self._turn(conversation)
-            status = await self._answer(conversation, turn)
-        columns = dict(await self.environment.finish())
-        return self._outputs(conversation, status, columns)
+        """Hold the conversation; one output, or one a turn where the chat template rewrites the history.
 
-    def _conversation(self, first: Reply | None) -> Conversation:
+        Past ``env.episode_timeout`` the turns that are complete are the trajectory.
+
+        Raises:
+            TimeoutError: no turn is complete by then.
+        """
+        conversation: Conversation | None = None
+        try:
+            async with asyncio.timeout_at(self._deadline_of_loop()):
+                first = await self._reply(0, lambda: self.environment.start(self.row))
+                conversation = self._conversation(first)
+                self.state_ids.append(first.state_id)
+                status = None
+                while status is None:
+                    turn = await self._turn(conversation)
+                    status = await self._continue(conversation, turn)
+        except TimeoutError:
+            if self.deadline is None or time.monotonic() < self.deadline or not self.turns:
+                raise
+            status = EpisodeStatus.TIMEOUT
+        if not self.is_consistent:
+            # stopped within an answer: what the environment would say of the episode now means nothing
+            return self._outputs(conversation, status, {})
+        return self._outputs(conversation, status, dict(await self.environment.finish()))
+
+    def _deadline_of_loop(self) -> float | None:
+        return None if self.deadline is None else self.loop.loop.time() + self.deadline - time.monotonic()
+
+    def _conversation(self, first: Reply) -> Conversation:
+        from verl.agents.conversation import ChatRenderer, Conversation  # with transformers: not where replies are kept
+
         renderer = ChatRenderer.of(self.loop.tokenizer, self.loop.processor, self.loop.config)
-        length = self.sampling_params["max_tokens"]
-        tools = list(self.environment.tools)
-        if first is not None:
+        length, tools = self.sampling_params["max_tokens"], list(self.environment.tools)
+        if first.messages:
             return Conversation(renderer, first.messages, tools=tools, response_length=length)
         messages = self.row.get("raw_prompt")
-        ids = None if tools or messages is None else self.row["raw_prompt_ids"]
-        return Conversation(renderer, messages or (), tools=tools, prompt_ids=ids, response_length=length)
+        # the ids of the data are those of the prompt without tools
+        ids = None if tools and messages is not None else self.row["raw_prompt_ids"]
+        messages = () if messages is None else list(messages)
+        return Conversation(renderer, messages, tools=tools, prompt_ids=ids, response_length=length)
 
     async def _turn(self, conversation: Conversation) -> AssistantTurn:
         """Generate one turn of the policy and append it."""
-        room, number = conversation.room, len(conversation.turns)
-        limit = self.limits.tokens_per_turn
+        room, limit = conversation.room, self.limits.tokens_per_turn
         images = (self.row.get("multi_modal_data") or {}).get("image")
         start = time.perf_counter()
         completion = await self.loop.server_manager.generate(
@@ -185,56 +279,70 @@ class Episode:
             image_data=images,
         )
         self.turn_seconds.append(time.perf_counter() - start)
-        turn = conversation.add_generated(completion.token_ids, completion.log_probs, completion.finish_reason)
+        generated = conversation.add_generated(completion.token_ids, completion.log_probs, completion.finish_reason)
         self.turn_rewards.append(0.0)
-        return AssistantTurn(
-            number, turn.text, completion.token_ids, completion.finish_reason, turn.tool_calls, conversation.messages
+        turn = AssistantTurn(
+            len(self.turns),
+            generated.text,
+            completion.token_ids,
+            completion.finish_reason,
+            generated.tool_calls,
+            list(conversation.messages),
         )
+        self.turns.append(turn)
+        return turn
 
-    async def _answer(self, conversation: Conversation, turn: AssistantTurn) -> EpisodeStatus | None:
+    async def _continue(self, conversation: Conversation, turn: AssistantTurn) -> EpisodeStatus | None:
         """Have a turn answered, and append what the policy reads next. Returns why the episode is over, or None."""
         is_cut = turn.finish_reason != "stop"
-        is_last = self.limits.assistant_turns is not None and turn.number + 1 >= self.limits.assistant_turns
-        ended = None
+        limits, ended = self.limits, None
         if is_cut:
             ended = EpisodeStatus.TOKENS if conversation.room <= 0 else EpisodeStatus.TURN_TOKENS
-        elif is_last:
+        elif limits.assistant_turns is not None and turn.number + 1 >= limits.assistant_turns:
             ended = EpisodeStatus.ASSISTANT_TURNS
         if ended is not None and not self.loop.scores_turns:
-            # a last turn that asks for no tool is an answer like any other
+            # a last turn that calls no tool is an answer like any other
             return EpisodeStatus.COMPLETED if not is_cut and not turn.tool_calls else ended
-        reply = await self._answered(turn.number + 1, lambda: self.environment.reply(turn))
+        reply = await self._reply(turn.number + 1, lambda: self.environment.reply(turn))
         self.info |= reply.info
         self.tool_calls += reply.num_calls
-        if reply.reward is not None:
-            self.turn_rewards[-1] += float(reply.reward)
+        self.turn_rewards[-1] += reply.reward or 0.0
         if reply.is_last:
             return reply.status or (EpisodeStatus.TRUNCATED if reply.truncated else EpisodeStatus.COMPLETED)
-        # a cut turn of an environment is an action like any other, as long as there is room for the next
-        if ended is not None and ended is not EpisodeStatus.TURN_TOKENS:
+        if ended is EpisodeStatus.TURN_TOKENS:
+            # an environment takes a cut turn as an action like any other; it may be the last one all the same
+            is_last = limits.assistant_turns is not None and turn.number + 1 >= limits.assistant_turns
+            ended = EpisodeStatus.ASSISTANT_TURNS if is_last else None
+        if ended is not None:
             return ended
-        if is_last:
-            return EpisodeStatus.ASSISTANT_TURNS
-        if self.limits.tool_calls is not None and self.tool_calls >= self.limits.tool_calls:
+        if limits.tool_calls is not None and self.tool_calls >= limits.tool_calls:
             return EpisodeStatus.TOOL_CALLS
         if any(message.get("role") == "user" for message in reply.messages):
-            self.user_turns += 1
-            if self.limits.user_turns is not None and self.user_turns > self.limits.user_turns:
+            if limits.user_turns is not None and self.user_turns >= limits.user_turns:
                 return EpisodeStatus.USER_TURNS
+            self.user_turns += 1
         if not conversation.add_messages(reply.messages):
             return EpisodeStatus.TOKENS
         self.state_ids.append(reply.state_id)
         return None
 
-    async def _answered(self, number: int, ask: Any) -> Reply | None:
-        """The environment's answer of this number: the one that is kept, or a new one, which is kept from now on."""
-        log = self.loop.server_manager.replies
-        if number < len(log.replies):
-            return log.replies[number]
+    async def _reply(self, number: int, ask: Callable[[], Awaitable[Reply | None]]) -> Reply:
+        """Return the answer of this number: the one that is kept, or a new one, which is kept from now on."""
+        kept = self.log.replies
+        if number < len(kept):
+            return kept[number]
         start = time.perf_counter()
-        reply = await ask()
+        self.is_consistent = False
+        if self.answered > number:
+            # an earlier turn was generated anew: the environment has seen another one
+            await self.environment.close()
+            self.environment, self.answered = self.loop.environment(self.row), 0
+        if self.answered < number:
+            await self.environment.resume(self.row, self.turns[: number - 1], kept[:number])
+        reply = await ask() or Reply()
+        kept.append(reply)
+        self.answered, self.is_consistent = number + 1, True
         self.seconds += time.perf_counter() - start
-        log.replies.append(reply)
         return reply
 
     def _outputs(
@@ -242,23 +350,23 @@ class Episode:
     ) -> AgentLoopOutput | list[AgentLoopOutput]:
         reward = columns.pop("reward_score", None)
         rows = conversation.rows()
-        outputs = []
-        for row in rows:
-            outputs.append(
-                AgentLoopOutput(
-                    prompt_ids=row.prompt_ids,
-                    response_ids=row.response_ids,
-                    response_mask=row.response_mask,
-                    response_logprobs=row.response_logprobs,
-                    reward_score=None if reward is None else float(reward) if row is rows[-1] else 0.0,
-                    turn_rewards=[self.turn_rewards[number] for number in row.turns],
-                    turn_spans=row.turn_spans,
-                    turn_state_ids=[self.state_ids[number] for number in row.turns],
-                    status=status,
-                    messages=conversation.messages,
-                    num_turns=1 + len(conversation.turns) + self.user_turns,
-                    metrics={self.loop.seconds_name: self.seconds},
-                    extra_fields={"episode_info": self.info, "turn_seconds": self.turn_seconds, **columns},
-                )
+        outputs = [
+            AgentLoopOutput(
+                prompt_ids=row.prompt_ids,
+                response_ids=row.response_ids,
+                response_mask=row.response_mask,
+                response_logprobs=row.response_logprobs,
+                # the episode's reward belongs to its last turn
+                reward_score=None if reward is None else float(reward) if row is rows[-1] else 0.0,
+                turn_rewards=[self.turn_rewards[number] for number in row.turns],
+                turn_spans=row.turn_spans,
+                turn_state_ids=[self.state_ids[number] for number in row.turns],
+                status=status,
+                messages=conversation.messages,
+                num_turns=1 + len(self.turns) + self.user_turns,
+                metrics={self.loop.seconds_name: self.seconds},
+                extra_fields={"episode_info": self.info, "turn_seconds": self.turn_seconds, **columns},
             )
+            for row in rows
+        ]
         return outputs[0] if len(outputs) == 1 else outputs

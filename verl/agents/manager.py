@@ -6,6 +6,7 @@ columns.
 
 import asyncio
 import json
+import logging
 import os
 import secrets
 import threading
@@ -13,139 +14,43 @@ import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import wait
 from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
-import torch
 
-from verl.agents.base import AgentLoopOutput, TrainerConfig, agent_loop, load_agent_loops
+from verl.agents.base import TRAJECTORY_COLUMN, AgentLoopOutput, TrainerConfig, agent_loop, load_agent_loops
 from verl.agents.conversation import check_chat_template
+from verl.agents.episode import EpisodeLoop, ReplyLog
+from verl.agents.outputs import assemble_outputs, check_failures, check_images, failed_output, spread
 from verl.protocol import DataProto
 from verl.single_controller.errors import WorkerGroupError
 from verl.utils.py_functional import derive_seed
 from verl.utils.tokenizer import hf_tokenizer
-from verl.workers.rollout.assemble import assemble
 from verl.workers.rollout.base import Completion, Request, SamplingParams
 from verl.workers.rollout.server.client import RolloutClient, RolloutServerError
 from verl.workers.rollout.server.messages import is_loopback, sampling_from_json
 
-
-def assemble_outputs(
-    prompts: DataProto, outputs: Sequence[AgentLoopOutput], prompt_length: int, response_length: int, pad_token_id: int
-) -> DataProto:
-    """The columns of `verl.workers.rollout.assemble`, from conversations.
-
-    ``response_mask`` is each output's own. Adds ``rm_scores`` (B, R) float32, a row's reward on the last token the
-    policy sampled (where it sampled none, on the last response token), if the loops know rewards; and as object
-    columns ``__num_turns__`` and the outputs' ``extra_fields``. An output without response tokens gets one, padding
-    that is masked, for its reward to stand on.
-
-    Raises:
-        ValueError: only some of the outputs have log-probs, or rewards, or a further field.
-    """
-    has_log_probs = _all_or_none(outputs, "response_logprobs")
-    log_probs = [0.0] if has_log_probs else None
-    padding: dict[str, Any] = {"response_ids": [pad_token_id], "response_mask": [0], "response_logprobs": log_probs}
-    outputs = [output if output.response_ids else replace(output, **padding) for output in outputs]
-    completions = [
-        Completion(list(o.response_ids), list(o.response_logprobs) if has_log_probs else None, "stop") for o in outputs
-    ]
-    batch = assemble(
-        _with_prompts_of(prompts, outputs),
-        completions,
-        prompt_length=prompt_length,
-        response_length=response_length,
-        pad_token_id=pad_token_id,
-    )
-    responses = batch.ragged("responses")
-    masks = [value for output in outputs for value in output.response_mask]
-    batch.put("response_mask", responses.like(torch.tensor(masks, dtype=torch.int64)))
-    if _all_or_none(outputs, "reward_score"):
-        rewards: list[float] = []
-        for output in outputs:
-            row = [0.0] * len(output.response_ids)
-            sampled = [place for place, is_own in enumerate(output.response_mask) if is_own]
-            row[sampled[-1] if sampled else -1] = float(output.reward_score)
-            rewards += row
-        batch.put("rm_scores", responses.like(torch.tensor(rewards, dtype=torch.float32)))
-    columns = {"__num_turns__": np.array([output.num_turns for output in outputs], dtype=np.int32)}
-    for name in outputs[0].extra_fields if outputs else ():
-        if any(name not in output.extra_fields for output in outputs):
-            raise ValueError(f"AgentLoopOutput.extra_fields: {name!r} is missing in some rows; give it in all.")
-        columns[name] = np.empty(len(outputs), dtype=object)  # numpy would make a matrix of lists of one length
-        columns[name][:] = [output.extra_fields[name] for output in outputs]
-    batch.non_tensor_batch = columns
-    return batch
-
-
-def check_images(output: AgentLoopOutput, row: Mapping[str, Any]) -> None:
-    """Refuse images in an output other than those of its row, which are the only ones the update reads.
-
-    Raises:
-        NotImplementedError: it has.
-    """
-    in_output, in_row = (dict(data or {}) for data in (output.multi_modal_data, row.get("multi_modal_data")))
-    for kind, items in in_output.items():
-        known = len(in_row.get(kind) or ())
-        if len(items or ()) > known:
-            raise NotImplementedError(
-                f"AgentLoopOutput.multi_modal_data has {len(items)} of kind {kind!r}, the row {known}: "
-                "images that are added while a loop runs are not supported, the update would not read them. Use the "
-                "row's own images only."
-            )
-
-
-def spread(outputs: Sequence[AgentLoopOutput]) -> dict[str, float]:
-    """Seconds by name over the rows: ``agent_loop/{name}/{min,max,mean}``."""
-    metrics: dict[str, float] = {}
-    for name in dict.fromkeys(name for output in outputs for name in output.seconds):
-        seconds = [float(output.seconds.get(name, 0.0)) for output in outputs]
-        for kind, number in (("min", min(seconds)), ("max", max(seconds)), ("mean", sum(seconds) / len(seconds))):
-            metrics[f"agent_loop/{name}/{kind}"] = number
-    return metrics
-
-
-def _all_or_none(outputs: Sequence[AgentLoopOutput], name: str) -> bool:
-    present = [i for i, output in enumerate(outputs) if getattr(output, name) is not None]
-    if present and len(present) < len(outputs):
-        missing = next(i for i, output in enumerate(outputs) if getattr(output, name) is None)
-        raise ValueError(
-            f"AgentLoopOutput.{name} is given in row {present[0]} and missing in row {missing}: a batch has it for "
-            "every row or for none. Let every agent loop of the data set it, or none."
-        )
-    return bool(present)
-
-
-def _with_prompts_of(prompts: DataProto, outputs: Sequence[AgentLoopOutput]) -> DataProto:
-    """Return the rows with the prompts of the outputs.
-
-    A prompt that a loop did not change keeps the ids that the model reads: an image has one token in
-    ``raw_prompt_ids``, and in ``input_ids`` as many as it has features.
-    """
-    prompt_ids = [list(output.prompt_ids) for output in outputs]
-    if "input_ids" in prompts.keys():
-        read = [row.tolist() for row in prompts.ragged("input_ids").rows()]
-        raw_ids = prompts.non_tensor_batch.get("raw_prompt_ids", read)
-        rows = zip(prompt_ids, raw_ids, read, strict=True)
-        prompt_ids = [ids if own == list(raw) else own for own, raw, ids in rows]
-        if prompt_ids == read:
-            return prompts
-    ids = np.empty(len(outputs), dtype=object)
-    ids[:] = prompt_ids
-    return DataProto(non_tensor_batch={"raw_prompt_ids": ids})
-
-
 # -- The rollout servers as one row's agent loop sees them -----------------------------------------------------------
 _OTHER_NAMES = {"logprobs": "want_log_probs", "max_new_tokens": "max_tokens"}
+
+
+@runtime_checkable
+class KeepsReplies(Protocol):
+    """A client of one sample, which a scheduler may stop and continue in a later step."""
+
+    replies: ReplyLog
+    is_stopped: bool
+
+    def restart(self) -> None:
+        """Begin the sample anew."""
 
 
 class AsyncLLMServerManager:
     """Generate tokens for one row. The seed of its k-th call comes from the row's seed and k, whatever else runs.
 
     Args:
-        client: to all servers.
+        client: to all servers, or of one sample.
         seed: of the row; its first call takes it as it is.
         name: of the row, for the sessions it opens.
         priority: of the row's requests.
@@ -154,10 +59,17 @@ class AsyncLLMServerManager:
     def __init__(self, client: RolloutClient, seed: int, name: str, priority: int = 0):
         self.seconds = 0.0
         """Time its calls took, waiting included."""
+        self.replies: ReplyLog = client.replies if isinstance(client, KeepsReplies) else ReplyLog()
+        """Answers of the row's environment: those of earlier steps too, where the row is a partial rollout."""
         self.last: Completion | None = None
         """Completion of its last call."""
         self._client, self._seed, self._name, self._priority = client, seed, name, priority
         self._calls = 0
+
+    @property
+    def is_stopped(self) -> bool:
+        """Whether a scheduler has stopped the row's sample, which may go on in a later step."""
+        return isinstance(self._client, KeepsReplies) and self._client.is_stopped
 
     async def generate(
         self,
@@ -192,9 +104,15 @@ class AsyncLLMServerManager:
 
 SERVERS_FILE = "rollout_servers.json"
 
+RowOutput = AgentLoopOutput | list[AgentLoopOutput]
+"""What an agent loop returns of a row; several where each turn of a trajectory is a row."""
+
 Generate = Callable[[RolloutClient, int, Callable[[int, int, Any], Coroutine]], Coroutine]
 
 _CHECK_INTERVAL_S = 1.0  # between two checks of the workers while requests run
+_GRACE_S = 10.0  # for an episode to end after env.episode_timeout
+
+logger = logging.getLogger(__name__)
 
 
 class AgentLoopManager:
@@ -229,6 +147,8 @@ class AgentLoopManager:
         self.servers_file = self._publish_addresses(token)
         self.client = RolloutClient(self.addresses, token, rollout.max_running_requests)
         self._unseeded_calls = self._batches = 0
+        self._known_causes: set[str] = set()
+        """Causes of failed episodes that were told."""
         self._loop = asyncio.new_event_loop()
         # a loop of its own: the driver's thread waits, and checks the workers meanwhile
         self._thread = threading.Thread(target=self._loop.run_forever, name="verl-agent-loops", daemon=True)
@@ -263,7 +183,8 @@ class AgentLoopManager:
         Raises:
             WorkerGroupError: a worker died, or its engine failed.
             RolloutServerError: a server does not answer.
-            RuntimeError: an agent loop raised; names the row.
+            RuntimeError: an agent loop raised, with ``env.on_error=stop``; names the row.
+            EpisodeError: more agent loops failed than ``env.max_error_share`` allows.
         """
         rows, sampling = rows_of(prompts), self._sampling(prompts)
         if "seeds" in prompts.keys():
@@ -288,7 +209,7 @@ class AgentLoopManager:
         rows, sampling = rows_of(prompts), self._sampling(prompts)
 
         async def work() -> Any:
-            async def run(row: int, seed: int, client: Any) -> AgentLoopOutput:
+            async def run(row: int, seed: int, client: Any) -> RowOutput:
                 return await self._row(row, rows[row], seed, sampling, client)
 
             states = await self.client.health()
@@ -296,14 +217,36 @@ class AgentLoopManager:
 
         return self._serve(work)
 
-    def to_batch(
-        self, prompts: DataProto, outputs: Sequence[AgentLoopOutput], timing: Mapping[str, float]
-    ) -> DataProto:
-        """The columns of outputs, one a row of ``prompts``; ``timing`` and the outputs' own go to the metadata."""
+    def to_batch(self, prompts: DataProto, outputs: Sequence[RowOutput], timing: Mapping[str, float]) -> DataProto:
+        """The columns of outputs, one or several a row of ``prompts``; ``timing`` and their own go to the metadata.
+
+        Where a row has several, the metadata ``source_rows`` have the row of ``prompts`` of each row of the batch, and
+        the column `TRAJECTORY_COLUMN` is the same for those of one.
+
+        Raises:
+            EpisodeError: more agent loops failed than ``env.max_error_share`` allows.
+        """
+        groups = [output if isinstance(output, list) else [output] for output in outputs]
+        causes = check_failures([group[-1] for group in groups], self.config.env.max_error_share)
+        for cause in sorted(set(causes) - self._known_causes):
+            self._known_causes.add(cause)
+            logger.warning("%d of %d episodes failed and are left out: %s", causes[cause], len(groups), cause)
+        flat = [output for group in groups for output in group]
+        source_rows = [row for row, group in enumerate(groups) for _ in group]
+        has_several = len(flat) > len(groups)
         batch = assemble_outputs(
-            prompts, outputs, self.rollout.prompt_length, self.rollout.response_length, self.tokenizer.pad_token_id
+            prompts.select_idxs(source_rows) if has_several else prompts,
+            flat,
+            self.rollout.prompt_length,
+            self.rollout.response_length,
+            self.tokenizer.pad_token_id,
         )
-        batch.meta_info["timing"] = {**timing, **spread(outputs)}
+        if has_several:
+            batch.meta_info["source_rows"] = source_rows
+            batch.non_tensor_batch[TRAJECTORY_COLUMN] = np.array(
+                [f"{self._batches}.{row}" for row in source_rows], dtype=object
+            )
+        batch.meta_info["timing"] = {**timing, **spread([group[-1] for group in groups])}
         return batch
 
     def _serve(self, work: Callable[[], Coroutine]) -> tuple[Any, dict[str, float]]:
@@ -324,8 +267,8 @@ class AgentLoopManager:
 
     async def _all_rows(
         self, rows: Sequence[dict[str, Any]], seeds: Sequence[int], sampling: SamplingParams
-    ) -> list[AgentLoopOutput]:
-        """Outputs in the order of the rows; the first failure ends the others."""
+    ) -> list[RowOutput]:
+        """Outputs in the order of the rows; the first error that is raised ends the others."""
         tasks = [
             asyncio.ensure_future(self._row(i, row, seed, sampling))
             for i, (row, seed) in enumerate(zip(rows, seeds, strict=True))
@@ -340,34 +283,59 @@ class AgentLoopManager:
 
     async def _row(
         self, number: int, row: dict[str, Any], seed: int, sampling: SamplingParams, client: Any = None
-    ) -> AgentLoopOutput:
+    ) -> RowOutput:
+        """Run the agent loop of a row, again if it fails and ``env.on_error`` says so; what it returns in the end."""
+        env, start = self.config.env, time.perf_counter()
+        attempts = 1 + (env.max_retries if env.on_error == "retry" else 0)
+        for attempt in range(attempts):
+            if attempt and isinstance(client, KeepsReplies):
+                client.restart()
+            # other tokens than those that led to the failure
+            own_seed = derive_seed(seed, "retry", attempt) if attempt else seed
+            try:
+                return await self._attempt(number, row, own_seed, sampling, client)
+            except (RolloutServerError, asyncio.CancelledError):
+                raise
+            except Exception as error:
+                name = row.get("agent_name") or self.rollout.agent.default_agent_loop
+                message = f"agent loop {name!r} failed on row {number}: {type(error).__name__}: {error}"
+                if env.on_error == "stop":
+                    raise RuntimeError(message) from error
+                logger.debug("%s", message, exc_info=error)
+                cause = f"agent loop {name!r}: {type(error).__name__}: {error}"
+                if isinstance(error, TimeoutError) and env.episode_timeout is not None:
+                    cause = f"agent loop {name!r}: not done after env.episode_timeout={env.episode_timeout:g} s"
+                    break
+        return failed_output(row, cause, time.perf_counter() - start)
+
+    async def _attempt(
+        self, number: int, row: dict[str, Any], seed: int, sampling: SamplingParams, client: Any
+    ) -> RowOutput:
         name = row.get("agent_name") or self.rollout.agent.default_agent_loop
         # the batch's number in the name: row 3 of the next batch is another conversation
         servers = AsyncLLMServerManager(client or self.client, seed, name=f"{self._batches}.{number}")
-        try:
-            loop = agent_loop(name)(
-                trainer_config=self.trainer_config,
-                server_manager=servers,
-                tokenizer=self.tokenizer,
-                processor=self.processor,
-            )
-            output = await loop.run(dict(vars(sampling)), **row)  # a dict of the row's own: loops change it
-            check_images(output, row)
-        except (RolloutServerError, asyncio.CancelledError):
-            raise
-        except Exception as error:
-            raise RuntimeError(
-                f"agent loop {name!r} failed on row {number}: {type(error).__name__}: {error}"
-            ) from error
+        loop = agent_loop(name)(
+            trainer_config=self.trainer_config,
+            server_manager=servers,
+            tokenizer=self.tokenizer,
+            processor=self.processor,
+        )
+        timeout = self.config.env.episode_timeout
+        if timeout is not None and isinstance(loop, EpisodeLoop):
+            timeout += _GRACE_S  # it ends by itself, with the turns that are complete
+        async with asyncio.timeout(timeout):
+            result = await loop.run(dict(vars(sampling)), **row)  # a dict of the row's own: loops change it
         measured = {
             "finish_reason": servers.last and servers.last.finish_reason,
             "rollout_version": servers.last and servers.last.version,
             "rollout_seconds": servers.seconds,
         }
-        # a loop's own values win: it may call the servers in ways that are not measured here
-        output.extra_fields = {**measured, **output.extra_fields}
-        output.metrics = {"generate_sequences": servers.seconds, **output.seconds}
-        return output
+        for output in result if isinstance(result, list) else [result]:
+            check_images(output, row)
+            # a loop's own values win: it may call the servers in ways that are not measured here
+            output.extra_fields = {**measured, **output.extra_fields}
+            output.metrics = {"generate_sequences": servers.seconds, **output.seconds}
+        return result
 
     # -- watching the workers ------------------------------------------------------------------------------------------
 

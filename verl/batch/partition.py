@@ -49,8 +49,15 @@ class MiniBatches(NamedTuple):
         """
         return cls(role.ppo_mini_batch_size * n, role.ppo_epochs, role.shuffle, seed)
 
-    def steps(self, count: int) -> list[np.ndarray]:
-        """Row numbers of each optimizer step on a batch of ``count`` rows, all epochs in a row."""
+    def steps(self, count: int, trajectories: np.ndarray | None = None) -> list[np.ndarray]:
+        """Row numbers of each optimizer step on a batch of ``count`` rows, all epochs in a row.
+
+        Args:
+            trajectories: (count,) number of each row's trajectory, where some have several rows: they count as one row.
+        """
+        if trajectories is not None:
+            whole = self.steps(int(trajectories.max()) + 1)
+            return [np.concatenate([np.flatnonzero(trajectories == number) for number in step]) for step in whole]
         steps = []
         for epoch in range(self.epochs):
             order = np.arange(count)
@@ -70,17 +77,26 @@ class RowLengths(NamedTuple):
     """(B,), where responses to one prompt stay on one rank."""
     groups: np.ndarray | None = None
     """(B,) int: equal numbers are responses to one prompt."""
+    trajectories: np.ndarray | None = None
+    """(B,) int from 0: equal numbers are rows of one trajectory; None: each row is one."""
 
 
 def row_lengths(data: Any, with_groups: bool = False) -> RowLengths:
     """Read the lengths of a DataProto's rows from ``input_ids`` and, ``with_groups``, ``responses`` and ``uid``."""
     lengths = data.ragged("input_ids").layout.lengths.numpy()
     uids = data.non_tensor_batch.get("uid")
+    names = data.non_tensor_batch.get("trajectory_id")
+    trajectories = None if names is None else _numbers(names)
     if not with_groups or uids is None:
-        return RowLengths(lengths)
+        return RowLengths(lengths, trajectories=trajectories)
+    prompt_lengths = lengths - data.ragged("responses").layout.lengths.numpy()
+    return RowLengths(lengths, prompt_lengths, _numbers(uids), trajectories)
+
+
+def _numbers(names: Any) -> np.ndarray:
+    """Return (B,) int64: equal names have equal numbers, from 0 in the order they come."""
     numbers: dict[Any, int] = {}
-    groups = np.fromiter((numbers.setdefault(uid, len(numbers)) for uid in uids), np.int64, len(uids))
-    return RowLengths(lengths, lengths - data.ragged("responses").layout.lengths.numpy(), groups)
+    return np.fromiter((numbers.setdefault(name, len(numbers)) for name in names), np.int64, len(names))
 
 
 class Partition(NamedTuple):
@@ -152,7 +168,9 @@ class PartitionPlan(NamedTuple):
     ) -> list[list[np.ndarray]]:
         repeats = 1 if mini.shuffle else mini.epochs  # every epoch the same
         once = mini if mini.shuffle else mini._replace(epochs=1)
-        return [self.divide(step, rows, ranks, by_tokens) for step in once.steps(len(rows.lengths))] * repeats
+        return [
+            self.divide(step, rows, ranks, by_tokens) for step in once.steps(len(rows.lengths), rows.trajectories)
+        ] * repeats
 
     def divide(self, step: np.ndarray, rows: RowLengths, ranks: int, by_tokens: bool) -> list[np.ndarray]:
         """The rows of each rank among the row numbers ``step``; empty where there are fewer rows than ranks."""

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from verl.agents.base import STATUS_COLUMN, EpisodeStatus
 from verl.batch.ragged import Ragged
 from verl.data.table import distinct_values
 from verl.protocol import DataProto
@@ -119,14 +120,50 @@ def _takes(manager_cls: type, name: str) -> bool:
     return False
 
 
+def failed_episodes(data: DataProto) -> np.ndarray:
+    """Return (B,) bool: the rows whose agent loop failed."""
+    statuses = data.non_tensor_batch.get(STATUS_COLUMN)
+    return np.zeros(len(data), dtype=bool) if statuses is None else statuses == EpisodeStatus.ERROR
+
+
+def without_failed_episodes(data: DataProto) -> DataProto:
+    """Return the batch without the rows whose agent loop failed: in validation they have no score at all."""
+    failed = failed_episodes(data)
+    return data.select_idxs(np.flatnonzero(~failed)) if failed.any() else data
+
+
 def compute_reward(data: DataProto, reward_fn: Callable) -> tuple[Tensor, dict[str, list]]:
     """Rewards (B, R) of a batch, and the extra columns the reward function reports: name -> list of B values.
 
-    An error of the reward function is not caught.
+    An error of the reward function is not caught. Rows whose agent loop failed are not scored: they get the mean of the
+    others' rewards, which moves no statistic, and None in extra columns; `without_failed` takes them out.
 
     Raises:
         ValueError: the manager's rewards are not of shape (B, R), or not finite.
     """
+    failed = failed_episodes(data)
+    if not failed.any():
+        return _scored(data, reward_fn)
+    counted = np.flatnonzero(~failed)
+    rewards, columns = _scored(data.select_idxs(counted), reward_fn)
+    whole = rewards.new_zeros(len(data), rewards.shape[1])
+    whole[torch.from_numpy(counted)] = rewards
+    # a failed row has one token, at the beginning of the window
+    whole[torch.from_numpy(failed), 0] = rewards.sum(-1).mean()
+    numbers = {int(row): place for place, row in enumerate(counted)}
+    filled = {
+        name: [values[numbers[row]] if row in numbers else None for row in range(len(data))]
+        for name, values in columns.items()
+        if len(values) == len(counted)
+    }
+    if "score" in filled:
+        filled["score"] = whole.sum(-1).tolist()
+    if REWARD_ERROR_KEY in filled:  # a failure of the agent loop is none of the reward function
+        filled[REWARD_ERROR_KEY] = [value or 0.0 for value in filled[REWARD_ERROR_KEY]]
+    return whole, filled
+
+
+def _scored(data: DataProto, reward_fn: Callable) -> tuple[Tensor, dict[str, list]]:
     try:
         inspect.signature(reward_fn).bind(None, return_dict=True)
         kwargs = {"return_dict": True}
@@ -180,12 +217,14 @@ def error_counts(extra: Mapping[str, list]) -> dict[str, float]:
 
 @contextmanager
 def without_failed(data: DataProto, on_error: str) -> Iterator[None]:
-    """Inside, samples whose scoring failed have a group of their own; they have no token in the loss from then on.
+    """Inside, samples whose scoring or agent loop failed are groups of their own; then no token of them counts.
 
-    Nothing is done with ``on_error=zero_and_count``, whose failures count as responses that earned 0.
+    With ``on_error=zero_and_count`` failures of scoring count as responses that earned 0.
     """
-    failed = np.array([bool(value) for value in data.non_tensor_batch.get(REWARD_ERROR_KEY, ())])
-    if on_error == "zero_and_count" or not failed.any():
+    failed = failed_episodes(data)
+    if on_error != "zero_and_count" and (errors := data.non_tensor_batch.get(REWARD_ERROR_KEY)) is not None:
+        failed = failed | np.array([bool(value) for value in errors])
+    if not failed.any():
         yield
         return
     # the mask for good, the uid for the block only: later steps find the row's prompt again

@@ -142,7 +142,9 @@ class Sample:
             if not self.client.is_stopped:
                 raise
             return False
-        self.is_complete = self.log.is_complete  # an agent loop may return although one of its requests was aborted
+        # an agent loop may return although its scheduler aborted one of its requests; one that it gave up itself, at a
+        # limit of time, is none of the sample's
+        self.is_complete = self.log.is_complete or not self.client.is_stopped
         return self.is_complete
 
     @property
@@ -238,10 +240,11 @@ class GroupScheduler:
         )
         sampled = self._collect(groups, order, completed)
         rest = [row for row in range(len(groups)) if row not in set(sampled.rows)]
-        if self.config.partial_rollout:
-            for sample in (sample for row in rest for sample in groups[row]):
-                if sample.log.num_tokens:
-                    self.logs[sample.client.sample_id] = sample.log
+        for sample in (sample for row in rest for sample in groups[row]):
+            if self.config.partial_rollout and sample.log.num_tokens:
+                self.logs[sample.client.sample_id] = sample.log
+            else:
+                await sample.log.replies.close()
         self.pool.finish(prompts.non_tensor_batch["uid"][sampled.rows])
         self.pool.defer(prompts.select_idxs(rest))
         for key, group in zip(keys, groups, strict=True):
@@ -361,19 +364,34 @@ def sample_batch(
     n = scheduler.config.n
     chosen = prompts.select_idxs(sampled.rows)
     batch = manager.to_batch(chosen.repeat(n, interleave=True), sampled.outcomes, timing)
-    batch.non_tensor_batch[FINISH_PLACE] = np.repeat(sampled.finish_places, n)
+    source_rows = batch.meta_info.get("source_rows", range(len(batch)))
+    batch.non_tensor_batch[FINISH_PLACE] = np.repeat(sampled.finish_places, n)[source_rows]
     if scheduler.config.partial_rollout:
-        batch.put("rollout_versions", versions_column(batch, sampled.versions))
+        batch.put("rollout_versions", versions_column(batch, sampled.versions, source_rows))
     return chosen, batch, sampled
 
 
-def versions_column(batch: DataProto, versions: Sequence[Sequence[int]]) -> Ragged:
-    """Return (B, R) int64: the version of each token in ``response_mask``, -1 elsewhere."""
+def versions_column(
+    batch: DataProto, versions: Sequence[Sequence[int]], source_rows: Sequence[int] | None = None
+) -> Ragged:
+    """Return (B, R) int64: the version of each token in ``response_mask``, -1 elsewhere.
+
+    Args:
+        versions: of the generated tokens of each sample, in order.
+        source_rows: (B,) sample of each row; those of a trajectory of several rows follow one another. None: each row
+            is a sample.
+    """
     mask = batch.ragged("response_mask")
     column = torch.full_like(mask.values, -1)
-    for first, last, row in zip(mask.layout.offsets, mask.layout.offsets[1:], versions, strict=False):
+    used: dict[int, int] = {}
+    for first, last, source in zip(
+        mask.layout.offsets, mask.layout.offsets[1:], source_rows or range(len(batch)), strict=False
+    ):
         sampled = mask.values[first:last].nonzero()[:, 0]
-        column[first:last][sampled] = torch.tensor(row[: len(sampled)], dtype=torch.int64)
+        begin = used.get(source, 0)
+        used[source] = begin + len(sampled)
+        own = versions[source][begin : begin + len(sampled)]
+        column[first:last][sampled[: len(own)]] = torch.tensor(own, dtype=torch.int64)
     return mask.like(column)
 
 

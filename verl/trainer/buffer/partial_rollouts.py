@@ -15,6 +15,7 @@ from typing import Any, Literal, Protocol
 
 import numpy as np
 
+from verl.agents.episode import ReplyLog
 from verl.config.rollout import AT_LEAST
 from verl.utils.py_functional import derive_seed
 from verl.workers.rollout.base import Completion, Request
@@ -149,6 +150,8 @@ class ProgressLog:
     """Progress log of one sample, answer by answer; only the last may be incomplete."""
 
     turns: list[PartialRollout] = field(default_factory=list)
+    replies: ReplyLog = field(default_factory=ReplyLog)
+    """What tools, users or an environment answered."""
 
     @property
     def num_tokens(self) -> int:
@@ -167,15 +170,18 @@ class ProgressLog:
     def clear(self) -> int:
         """Discard all answers; return their number of tokens."""
         discarded, self.turns = self.num_tokens, []
+        self.replies.truncate(0)
         return discarded
 
-    def state(self) -> list[dict[str, Any]]:
+    def state(self) -> dict[str, Any]:
         """Return JSON values, exact."""
-        return [asdict(turn) for turn in self.turns]
+        return {"turns": [asdict(turn) for turn in self.turns], "replies": self.replies.state()}
 
     @classmethod
-    def from_state(cls, state: Sequence[Mapping[str, Any]]) -> ProgressLog:
-        return cls([PartialRollout(**turn) for turn in state])
+    def from_state(cls, state: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> ProgressLog:
+        # a list of turns alone: a checkpoint from before there were answers
+        whole = state if isinstance(state, Mapping) else {"turns": state, "replies": []}
+        return cls([PartialRollout(**turn) for turn in whole["turns"]], ReplyLog.from_state(whole["replies"]))
 
 
 class SampleClient:
@@ -204,6 +210,16 @@ class SampleClient:
         self.idle = asyncio.Event()
         """Set while no request runs."""
         self.idle.set()
+        self._calls = 0
+
+    @property
+    def replies(self) -> ReplyLog:
+        """Answers of the sample's environment."""
+        return self.log.replies
+
+    def restart(self) -> None:
+        """Begin the sample anew: an agent loop failed."""
+        self.log.clear()
         self._calls = 0
 
     async def generate(
@@ -255,6 +271,7 @@ class SampleClient:
             length = len(turn.token_ids) + (turn.finish_reason is None)
             if turn.prompt != key or length > request.sampling.max_tokens:
                 del turns[number:]
+                self.log.replies.truncate(number + 1)
         if number == len(turns):
             turns.append(PartialRollout(key))
         return turns[number]

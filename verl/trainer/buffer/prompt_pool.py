@@ -15,6 +15,8 @@ from verl.checkpoint.run_state import write_atomic
 from verl.config.algorithm import FilterGroupsConfig
 from verl.protocol import DataProto
 from verl.rewards.managers.rule import REWARD_ERROR_KEY, REWARD_ERROR_KIND_KEY
+from verl.rewards.managers.scoring import failed_episodes
+from verl.trainer.ppo.trajectories import trajectory_sums
 
 STATE_FILE = "rollout.json"
 """In a step's folder: the entries of the pool, and the partial rollouts of deferred prompts."""
@@ -162,7 +164,7 @@ def metric_values(batch: DataProto, metric: str) -> np.ndarray:
     names = list(batch.meta_info.get("reward_extra_keys", ()))
     if metric not in names:
         if metric in REWARD_SUMS or metric in _EITHER and not set(names) - {REWARD_ERROR_KEY, REWARD_ERROR_KIND_KEY}:
-            return batch.column("token_level_scores").double().sum(-1).numpy()
+            return trajectory_sums(batch, batch.column("token_level_scores").double().sum(-1)).numpy()
         raise ValueError(
             f"algorithm.filter_groups.metric={metric}: the reward function returned no such value. Use seq_reward, or "
             f"one it returns: {', '.join(names) or 'it returned the score alone'}."
@@ -270,7 +272,9 @@ class GroupFilter:
         """
         values = metric_values(batch, self.config.metric)
         uids = batch.non_tensor_batch["uid"].tolist()
-        varies = chosen_groups(uids, values, self.config)
+        counted = np.flatnonzero(~failed_episodes(batch))
+        varies = dict.fromkeys(uids, False)  # a group whose episodes all failed has nothing to compare
+        varies |= chosen_groups([uids[row] for row in counted], values[counted], self.config)
         keeps = np.array([varies[uid] for uid in uids], dtype=bool)
         self._num_batches += 1
         self._values.append(values)

@@ -333,8 +333,13 @@ def uids(prefix: str, count: int, first: int = 0) -> np.ndarray:
 
 
 def join_generated(prompts: DataProto, generated: DataProto) -> DataProto:
-    """Return generated rows with the columns of their prompts; of two columns of one name the prompts' stays."""
+    """Return generated rows with the columns of their prompts; of two columns of one name the prompts' stays.
+
+    Trajectories of several rows repeat the columns of their prompts.
+    """
     prompts.pop(batch_keys=[name for name in PROMPT_COLUMNS if name in prompts.keys()])
+    if (source_rows := generated.meta_info.pop("source_rows", None)) is not None:
+        prompts = prompts.select_idxs(source_rows)
     known = prompts.non_tensor_batch
     generated.non_tensor_batch = {k: v for k, v in generated.non_tensor_batch.items() if k not in known}
     return prompts.union(generated)

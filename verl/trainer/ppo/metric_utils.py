@@ -23,6 +23,7 @@ from verl.protocol import DataProto
 from verl.telemetry.metric import reduce_metrics
 from verl.trainer.ppo.episodes import Decode, Episode, episode_metrics, episodes_of, trajectory_records
 from verl.trainer.ppo.run_log import describe, dump_samples, ground_truths
+from verl.trainer.ppo.trajectories import first_rows, trajectory_sums
 
 __all__ = [
     "bootstrap_metric",
@@ -63,8 +64,10 @@ def compute_data_metrics(batch: DataProto, use_critic: bool = True) -> dict[str,
         there is to learn from, ``batch/...``, see `signal_metrics`; of episodes, `episode_metrics`.
     """
     metrics: dict[str, float] = {}
+    first = first_rows(batch)  # of each trajectory: its score is that of all its rows
     for name, column in (("score", "token_level_scores"), ("rewards", "token_level_rewards")):
-        metrics |= _spread(f"critic/{name}", _row_sums(batch.ragged(column)))
+        sums = trajectory_sums(batch, _row_sums(batch.ragged(column)))
+        metrics |= _spread(f"critic/{name}", sums if first is None else sums[first])
     sampled = batch.ragged("response_mask").values.bool()
     advantages, returns = (batch.ragged(name).values[sampled] for name in ("advantages", "returns"))
     metrics |= _spread("critic/advantages", advantages)
@@ -110,7 +113,7 @@ def signal_metrics(batch: DataProto) -> dict[str, float]:
     }
     if "uid" in batch.non_tensor_batch:
         _, group, sizes = np.unique(batch.non_tensor_batch["uid"].astype(str), return_inverse=True, return_counts=True)
-        scores = _row_sums(batch.ragged("token_level_scores")).cpu().numpy()
+        scores = trajectory_sums(batch, _row_sums(batch.ragged("token_level_scores"))).cpu().numpy()
         low, high = np.full(len(sizes), np.inf), np.full(len(sizes), -np.inf)
         np.minimum.at(low, group.reshape(-1), scores)
         np.maximum.at(high, group.reshape(-1), scores)

@@ -23,7 +23,7 @@ from verl.data.loader import build_dataset, build_train_loader, build_val_loader
 from verl.protocol import DataProto
 from verl.rewards.managers.episode import reward_of_episodes
 from verl.rewards.managers.rule import RuleRewardManager
-from verl.rewards.managers.scoring import compute_reward, error_counts, without_failed
+from verl.rewards.managers.scoring import compute_reward, error_counts, without_failed, without_failed_episodes
 from verl.rewards.reward_model import by_style, check_texts, is_judged, judge_metrics
 from verl.single_controller import get_controller
 from verl.single_controller.background import BackgroundCall
@@ -73,6 +73,7 @@ from verl.trainer.ppo.rollout_correction import (
     weigh_tokens,
 )
 from verl.trainer.ppo.run_log import LearningSignalMonitor, NonFiniteGuard, RunLog, readable, texts
+from verl.trainer.ppo.trajectories import JoinedTrajectories, trajectory_sums
 from verl.utils.config import adopt_config, typed_config
 from verl.utils.import_utils import import_users_modules
 from verl.utils.py_functional import derive_seed
@@ -251,7 +252,9 @@ class RayPPOTrainer(RecipeNames):
         self.metrics.update(self.engine_metrics())
         if self.config.algorithm.adv_estimator == "remax":
             with self.timed("gen_max"):
-                batch.put("reward_baselines", self.greedy_rewards(prompts).repeat_interleave(n))
+                number = {uid: place for place, uid in enumerate(prompts.non_tensor_batch["uid"])}
+                rows = [number[uid] for uid in batch.non_tensor_batch["uid"]]
+                batch.put("reward_baselines", self.greedy_rewards(prompts)[rows])
         if "response_mask" not in batch.keys():
             batch.put("response_mask", compute_response_mask(batch))
         self.divide_batch(batch)
@@ -378,6 +381,8 @@ class RayPPOTrainer(RecipeNames):
             with self.timed("reward"):
                 pending, self.pending_reward = self.pending_reward, None
                 batch = self.rewarded(batch, *pending.get())
+        trajectories = JoinedTrajectories(batch)  # the batch itself, where each row is a trajectory
+        batch = trajectories.batch
         with self.timed("adv"), without_failed(batch, self.config.reward_model.on_error):
             self.metrics.update(self.shaping.shape_scores(batch))
             if algorithm.use_kl_in_reward:
@@ -404,7 +409,7 @@ class RayPPOTrainer(RecipeNames):
                         "that advantages are those of grpo times episode_weight + step_weight"
                     )
             self.metrics.update(self.shaping.shape_advantages(batch))
-        return batch
+        return trajectories.split()
 
     def improve(self, batch: DataProto) -> None:
         """Fit the critic to the returns, and move the policy along the advantages.
@@ -430,6 +435,7 @@ class RayPPOTrainer(RecipeNames):
     def resampled(self, batch: DataProto) -> DataProto:
         """Return as many rows, sampled with replacement by their scores as ``algorithm.pf_ppo`` says."""
         scores, options = response_column(batch, "token_level_scores").sum(-1), self.config.algorithm.pf_ppo
+        scores = trajectory_sums(batch, scores)
         seed = derive_seed(self.seed, "pf_ppo", self.global_steps)
         rows = resample_rows(scores, options.reweight_method, options.weight_pow, seed)
         self.metrics["pf_ppo/unique_share"] = len(rows.unique()) / len(rows)
@@ -608,6 +614,7 @@ class RayPPOTrainer(RecipeNames):
             prompts = DataProto.from_single_dict(rows)
             prompts.non_tensor_batch["uid"] = uids("val", len(prompts), first)
             batch = self.generate(prompts.repeat(n, interleave=True), n, validate=True, first=first)
+            batch = without_failed_episodes(batch)
             yield from by_style(batch) if self.use_rm else [batch]
             first += len(prompts)
 
