@@ -5,7 +5,7 @@ import importlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from enum import StrEnum
+from enum import Enum
 from functools import partial
 from typing import Any
 
@@ -21,8 +21,10 @@ class AgentLoopMetrics:
     tool_calls: float = 0.0
 
 
-class EpisodeStatus(StrEnum):
+class EpisodeStatus(str, Enum):
     """How an episode ended."""
+
+    __str__ = str.__str__
 
     COMPLETED = "completed"
     """The environment, the simulated user or the policy ended it."""
@@ -139,8 +141,8 @@ class AgentLoopBase(ABC):
         cls._class_initialized = True
 
     @abstractmethod
-    async def run(self, sampling_params: dict[str, Any], **row: Any) -> AgentLoopOutput:
-        """Turn a row into a conversation.
+    async def run(self, sampling_params: dict[str, Any], **row: Any) -> AgentLoopOutput | list[AgentLoopOutput]:
+        """Turn a row into a conversation; several outputs are the turns of one trajectory, in order.
 
         Blocking work belongs into ``self.loop.run_in_executor``: all rows share this event loop.
 

@@ -221,8 +221,7 @@ class Episode:
         self.user_turns = self.tool_calls = 0
         self.seconds = 0.0
         self.info: dict[str, Any] = {}
-        timeout = loop.config.env.episode_timeout
-        self.deadline = None if timeout is None else time.monotonic() + timeout
+        self.conversation: Conversation | None = None
 
     async def run(self) -> AgentLoopOutput | list[AgentLoopOutput]:
         """Hold the conversation; one output, or one a turn where the chat template rewrites the history.
@@ -232,27 +231,27 @@ class Episode:
         Raises:
             TimeoutError: no turn is complete by then.
         """
-        conversation: Conversation | None = None
+        timeout, start = self.loop.config.env.episode_timeout, time.monotonic()
         try:
-            async with asyncio.timeout_at(self._deadline_of_loop()):
-                first = await self._reply(0, lambda: self.environment.start(self.row))
-                conversation = self._conversation(first)
-                self.state_ids.append(first.state_id)
-                status = None
-                while status is None:
-                    turn = await self._turn(conversation)
-                    status = await self._continue(conversation, turn)
-        except TimeoutError:
-            if self.deadline is None or time.monotonic() < self.deadline or not self.turns:
+            status = await asyncio.wait_for(self._converse(), timeout)
+        except asyncio.TimeoutError:
+            # one that the environment raised, or nothing to train on
+            if timeout is None or time.monotonic() - start < timeout or self.conversation is None or not self.turns:
                 raise
             status = EpisodeStatus.TIMEOUT
-        if not self.is_consistent:
-            # stopped within an answer: what the environment would say of the episode now means nothing
-            return self._outputs(conversation, status, {})
-        return self._outputs(conversation, status, dict(await self.environment.finish()))
+        # stopped within an answer: what the environment would say of the episode now means nothing
+        columns = dict(await self.environment.finish()) if self.is_consistent else {}
+        return self._outputs(self.conversation, status, columns)
 
-    def _deadline_of_loop(self) -> float | None:
-        return None if self.deadline is None else self.loop.loop.time() + self.deadline - time.monotonic()
+    async def _converse(self) -> EpisodeStatus:
+        first = await self._reply(0, lambda: self.environment.start(self.row))
+        self.conversation = conversation = self._conversation(first)
+        self.state_ids.append(first.state_id)
+        status = None
+        while status is None:
+            turn = await self._turn(conversation)
+            status = await self._continue(conversation, turn)
+        return status
 
     def _conversation(self, first: Reply) -> Conversation:
         from verl.agents.conversation import ChatRenderer, Conversation  # with transformers: not where replies are kept

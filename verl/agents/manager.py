@@ -303,7 +303,7 @@ class AgentLoopManager:
                     raise RuntimeError(message) from error
                 logger.debug("%s", message, exc_info=error)
                 cause = f"agent loop {name!r}: {type(error).__name__}: {error}"
-                if isinstance(error, TimeoutError) and env.episode_timeout is not None:
+                if isinstance(error, asyncio.TimeoutError) and env.episode_timeout is not None:
                     cause = f"agent loop {name!r}: not done after env.episode_timeout={env.episode_timeout:g} s"
                     break
         return failed_output(row, cause, time.perf_counter() - start)
@@ -323,8 +323,8 @@ class AgentLoopManager:
         timeout = self.config.env.episode_timeout
         if timeout is not None and isinstance(loop, EpisodeLoop):
             timeout += _GRACE_S  # it ends by itself, with the turns that are complete
-        async with asyncio.timeout(timeout):
-            result = await loop.run(dict(vars(sampling)), **row)  # a dict of the row's own: loops change it
+        # a dict of the row's own: loops change it
+        result = await asyncio.wait_for(loop.run(dict(vars(sampling)), **row), timeout)
         measured = {
             "finish_reason": servers.last and servers.last.finish_reason,
             "rollout_version": servers.last and servers.last.version,
