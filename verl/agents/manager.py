@@ -389,6 +389,10 @@ def rows_of(prompts: DataProto) -> list[dict[str, Any]]:
     columns: dict[str, Any] = dict(prompts.non_tensor_batch)
     if "raw_prompt_ids" not in columns:
         has_ids = "input_ids" in prompts.keys()  # the rows of environment groups have no prompt yet
-        rows = prompts.ragged("input_ids").rows() if has_ids else [torch.empty(0)] * len(prompts)
-        columns["raw_prompt_ids"] = [row.tolist() for row in rows]
+        rows = (
+            [row.tolist() for row in prompts.ragged("input_ids").rows()]
+            if has_ids
+            else [[] for _ in range(len(prompts))]
+        )
+        columns["raw_prompt_ids"] = rows
     return [{name: values[i] for name, values in columns.items()} for i in range(len(prompts))]
