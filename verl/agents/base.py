@@ -190,6 +190,21 @@ def agent_loop(name: str) -> Callable[..., AgentLoopBase]:
     return _LOOPS[name]
 
 
+_CLOSERS: list[Callable[[], None]] = []
+
+
+def at_close(function: Callable[[], None]) -> Callable[[], None]:
+    """Function decorator: called at the end of a run, to give back what the loops of all rows share."""
+    _CLOSERS.append(function)
+    return function
+
+
+def close_shared() -> None:
+    """Call what `at_close` was given."""
+    for function in _CLOSERS:
+        function()
+
+
 def load_agent_loops(path: str) -> None:
     """Register the user's loops: a Python file registers them itself, a YAML file lists them.
 

@@ -19,7 +19,14 @@ from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
-from verl.agents.base import TRAJECTORY_COLUMN, AgentLoopOutput, TrainerConfig, agent_loop, load_agent_loops
+from verl.agents.base import (
+    TRAJECTORY_COLUMN,
+    AgentLoopOutput,
+    TrainerConfig,
+    agent_loop,
+    close_shared,
+    load_agent_loops,
+)
 from verl.agents.conversation import check_chat_template
 from verl.agents.episode import EpisodeLoop, ReplyLog
 from verl.agents.outputs import assemble_outputs, check_failures, check_images, failed_output, spread
@@ -380,6 +387,7 @@ class AgentLoopManager:
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(timeout=10)
         self._loop.close()
+        close_shared()
         with suppress(WorkerGroupError):
             self.worker_group.stop_server()
 

@@ -4,11 +4,13 @@ import asyncio
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from verl.agents.base import register
+from verl.agents.base import at_close, register
 from verl.agents.episode import AssistantTurn, ConversationEnvironment, EpisodeLoop, Reply, ToolCall
 from verl.config.rollout import MultiTurnConfig
 from verl.tools.calls import CallOutcome, CallResult
-from verl.tools.toolbox import RowToolbox, toolbox_of
+from verl.tools.toolbox import RowToolbox, close_toolboxes, toolbox_of
+
+at_close(close_toolboxes)
 
 
 class ToolEnvironment(ConversationEnvironment):

@@ -1,19 +1,20 @@
 """Calls of tools: their outcomes, the text that the policy reads, and the event loop in which coroutines run."""
 
 import asyncio
+import concurrent.futures
 import json
 import threading
 import time
 from collections.abc import Coroutine
 from contextlib import suppress
 from dataclasses import dataclass, field
-from enum import StrEnum
+from enum import Enum
 from typing import Any
 
 from verl.sandbox.outcomes import Outcome
 
 
-class CallOutcome(StrEnum):
+class CallOutcome(str, Enum):
     """How a tool call ended. All but ``ok`` are answers that say what is wrong."""
 
     OK = "ok"
@@ -35,6 +36,9 @@ class CallOutcome(StrEnum):
     """It ended its process."""
     CRASH = "crash"
     """Its process was ended by a signal."""
+
+    def __str__(self) -> str:
+        return self.value
 
 
 OF_PROCESS = {
@@ -169,7 +173,7 @@ class ToolThread:
             loop, thread, self._loop, self._thread = self._loop, self._thread, None, None
         if loop is None or thread is None:
             return
-        with suppress(TimeoutError):
+        with suppress(concurrent.futures.TimeoutError):
             asyncio.run_coroutine_threadsafe(_cancel_others(), loop).result(5)
         loop.call_soon_threadsafe(loop.stop)
         thread.join(5)

@@ -38,7 +38,7 @@ class FunctionProcess:
         """
         try:
             message = await asyncio.wait_for(self._ask(self._setup), START_S)
-        except TimeoutError:
+        except asyncio.TimeoutError:
             message = {"failed": f"it was not loaded within {START_S:g} s"}
         if message is None or "ready" not in message:
             cause = "its process has ended" if message is None else message.get("failed")
@@ -48,14 +48,14 @@ class FunctionProcess:
         """Return the answer; None: the process has ended, or does not keep to the protocol.
 
         Raises:
-            TimeoutError: it did not answer in time.
+            asyncio.TimeoutError: it did not answer in time.
         """
         payload = pickle.dumps((number, attribute, dict(arguments)))
         try:
             message = await asyncio.wait_for(self._ask(payload), timeout_s)
-        except (BadFrame, OSError) as error:
-            if isinstance(error, TimeoutError):
-                raise
+        except asyncio.TimeoutError:  # first: it is an OSError in later Pythons
+            raise
+        except (BadFrame, OSError):
             return None
         return message if message is not None and message.get("number") == number else None
 
@@ -135,7 +135,7 @@ class FunctionProcesses:
                 message = await process.call(self._calls, attribute, arguments, timeout_s)
             except BaseException as error:  # timed out, or nobody waits for it any more
                 self._end(process)
-                if not isinstance(error, TimeoutError):
+                if not isinstance(error, asyncio.TimeoutError):
                     raise
                 raise CallFailed(CallOutcome.TIMEOUT, f"it did not answer within {timeout_s:g} seconds") from None
             if message is None:

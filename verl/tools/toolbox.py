@@ -1,6 +1,7 @@
 """All tools of a run: loaded once, chosen by rows, called with checked arguments under a time limit."""
 
 import asyncio
+import atexit
 import inspect
 import json
 import threading
@@ -147,6 +148,7 @@ def toolbox_of(options: MultiTurnConfig) -> Toolbox:
         return _OPEN[key]
 
 
+@atexit.register
 def close_toolboxes() -> None:
     """Close all that `toolbox_of` has returned. Called at the end of a run."""
     with _LOCK:
