@@ -14,6 +14,9 @@ from verl.tools.schemas import OpenAIFunctionToolSchema, ToolResponse
 CONNECT_S = 60.0
 """Seconds in which a server must be connected and name its tools."""
 
+_CLOSED = -32000
+"""Code of the package's errors of a connection that is closed."""
+
 
 class MCPBaseTool(BaseTool):
     """One tool of an MCP server. ``config`` may have ``timeout``, seconds of a call (30)."""
@@ -84,10 +87,19 @@ class McpServer:
         """Return its answer to a call.
 
         Raises:
-            TimeoutError: it did not answer in time.
+            asyncio.TimeoutError: it did not answer in time.
         """
         client = await self._connected()
-        return await asyncio.wait_for(client.call_tool(name, dict(arguments)), timeout_s)
+        try:
+            return await asyncio.wait_for(client.call_tool(name, dict(arguments)), timeout_s)
+        except asyncio.TimeoutError:
+            raise
+        except Exception as error:
+            # what a tool raises comes as an answer; an error of the protocol has a code
+            if getattr(error, "code", _CLOSED) == _CLOSED and self._stop is not None:
+                self._client = None  # the next call connects anew
+                self._stop.set()
+            raise
 
     async def _connected(self) -> Any:
         loop = asyncio.get_running_loop()

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields
 from typing import Any, ClassVar
 
-Parts = Mapping[str, type]
+Parts = Mapping[str, Any]
 """Class of each field that is a schema itself."""
 
 

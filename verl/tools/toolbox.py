@@ -245,7 +245,8 @@ class RowToolbox:
             arguments: None: they are no JSON object, as ``problem`` says.
         """
         start, waited = time.perf_counter(), 0.0
-        reward, metrics = None, {}
+        reward: float | None = None
+        metrics: dict[str, Any] = {}
         try:
             tool, checked = self._checked(name, arguments, problem)
             called = time.perf_counter()
