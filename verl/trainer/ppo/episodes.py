@@ -126,7 +126,7 @@ def episode_metrics(episodes: Sequence[Episode], prefix: str = "") -> dict[str, 
         of ``episode_info`` (means; shares for ``truncated``, ended by a limit, and ``error``), where there is no tag
         ``agent/<agent_name>/...``. ``tool/<name>/{calls,error,timeout,seconds}``: calls an episode, the shares of them
         that failed and that took too long, and the seconds of a call; failures of a kind as ``tool/<name>/<kind>``.
-        ``agent/status/<status>``: shares. ``agent_loop/slowest_{s,turns}``: seconds and turns of the slowest episode.
+        ``agent/status/<status>``: shares of all. ``agent_loop/slowest_{s,turns}``: seconds and turns of the slowest episode.
     """
     metrics: dict[str, float] = {}
     for label in dict.fromkeys(episode.label for episode in episodes):
@@ -136,7 +136,7 @@ def episode_metrics(episodes: Sequence[Episode], prefix: str = "") -> dict[str, 
     statuses = [episode.status for episode in episodes if episode.status is not None]
     if statuses:
         for status in dict.fromkeys([*_known_statuses(), *statuses]):
-            metrics[f"{prefix}agent/status/{status}"] = statuses.count(status) / len(statuses)
+            metrics[f"{prefix}agent/status/{status}"] = statuses.count(status) / len(episodes)
     if (slowest := slowest_of(episodes)) is not None:
         metrics[f"{prefix}agent_loop/slowest_s"] = slowest.seconds
         metrics[f"{prefix}agent_loop/slowest_turns"] = float(slowest.turns)
