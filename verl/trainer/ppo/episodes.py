@@ -126,7 +126,7 @@ def episode_metrics(episodes: Sequence[Episode], prefix: str = "") -> dict[str, 
         of ``episode_info`` (means; shares for ``truncated``, ended by a limit, and ``error``), where there is no tag
         ``agent/<agent_name>/...``. ``tool/<name>/{calls,error,timeout,seconds}``: calls an episode, the shares of them
         that failed and that took too long, and the seconds of a call; failures of a kind as ``tool/<name>/<kind>``.
-        ``agent/status/<status>``: shares of all. ``agent_loop/slowest_{s,turns}``: seconds and turns of the slowest episode.
+        ``agent/status/<status>``: shares of all. ``agent_loop/slowest_{s,turns}``: those of the slowest episode.
     """
     metrics: dict[str, float] = {}
     for label in dict.fromkeys(episode.label for episode in episodes):
