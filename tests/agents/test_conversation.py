@@ -348,3 +348,18 @@ def test_a_run_of_single_turns_asks_nothing_of_the_template():
     assert check_chat_template(tokenizer, None, config(enable=False)) is None
     with pytest.raises(TemplateRefusal, match="custom_chat_template"):
         check_chat_template(tokenizer, None, config())
+
+
+def test_images_of_the_prompt_stay_where_the_data_set_encoded_them():
+    parts = THINKING.replace("{% set text = m.content %}", "{% set text = m.content if m.content is string else 'I' %}")
+    seen = [{"role": "user", "content": [{"type": "image"}]}]
+    options = {"uses_template_history": True}
+    prompt = renderer(parts).prompt_ids(seen)
+    kept = Conversation(renderer(parts, **options), seen, prompt_ids=prompt)
+    talk(kept, finished("four"), [{"role": "user", "content": "more"}])
+    assert kept.ids[: len(prompt)] == prompt and len(kept.rows()) == 1
+    rewritten = talk(Conversation(renderer(parts, **options), seen, prompt_ids=prompt), finished("<think>hm</think>4"))
+    with pytest.raises(NotImplementedError, match="where the chat template keeps the history"):
+        rewritten.add_messages([{"role": "user", "content": "more"}])
+    with pytest.raises(NotImplementedError, match="type 'image'"):
+        Conversation(renderer(parts), seen)

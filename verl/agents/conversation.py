@@ -347,7 +347,10 @@ class Conversation:
         except TemplateRefusal as refusal:
             logger.warning("The conversation goes on with the tokens as generated: %s", refusal)
             return None
-        return None if self.renderer.is_stream(stream, text) else self.renderer.encode(text)
+        if self.renderer.is_stream(stream, text):
+            return None
+        refuse_images(messages)  # of the prompt: the actor reads those where the data set encoded them
+        return self.renderer.encode(text)
 
     def _new_row(self, prompt_ids: Sequence[int]) -> ConversationRow:
         """A row that begins with these tokens: those beyond the prompt window stand in the response, masked."""
@@ -365,7 +368,8 @@ def refuse_images(messages: Sequence[Message]) -> None:
             if part.get("type") != "text":
                 raise NotImplementedError(
                     f"A message of role {message.get('role')!r} has a part of type {part.get('type')!r}: only images "
-                    "of a row's own prompt, without tools, are supported. Describe it in text."
+                    "of a row's own prompt are supported, without tools, and where the chat template keeps the history "
+                    "as it is. Describe it in text."
                 )
 
 

@@ -97,10 +97,14 @@ class MultiTurnConfig(Config):
     """YAML file with the simulated users."""
 
     use_inference_chat_template: bool = False
-    """Use the chat template as in inference, which may drop reasoning of earlier turns."""
+    """At each turn the policy reads what the chat template renders of all messages, as in inference, and where that is
+    not the tokens as generated (reasoning dropped) a new training row of the trajectory begins. False: it reads the
+    tokens as generated, and a trajectory is one row. See docs/token_rules.md."""
 
     tokenization_sanity_check_mode: Literal["strict", "ignore_strippable", "disable"] = "strict"
-    """Compare turn-by-turn tokens with those of the whole conversation."""
+    """Differences between the tokens of a conversation and the chat template's rendering of it that are permitted; read
+    once at the start. ``strict``: those by design of the template, such as reasoning dropped; ``ignore_strippable``:
+    those of whitespace too; ``disable``: all, and tools that the template does not show."""
 
     format: str = "hermes"
     """Format of the model's tool calls."""
