@@ -3,6 +3,7 @@
 import json
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
@@ -142,6 +143,13 @@ def test_the_games_of_the_package_have_no_faults(name, agent, kwargs):
     assert not report.faults and not report.refused, text_of(report)
     if agent == "solve":
         assert report.numbers()["success"] == 1
+
+
+def test_the_example_passes_and_can_be_won():
+    example = f"{Path(__file__).parents[2]}/examples/agentic/lock.py:Lock"
+    assert not check(example, {"digits": 1}, episodes=20).faults
+    report = check(example, agent="solve", episodes=5)
+    assert not report.faults and not report.warnings and report.numbers()["success"] == 1
 
 
 def test_the_check_imports_no_torch(tmp_path):
