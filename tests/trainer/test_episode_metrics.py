@@ -201,7 +201,7 @@ def test_a_dumped_trajectory_has_its_turns(tmp_path):
             "role": "assistant",
             "generated": True,
             "span": [0, 3],
-            "text": "ab",
+            "text": "ab!",
             "reward": -0.1,
             "seconds": 0.5,
             "state": "s0",
@@ -211,7 +211,7 @@ def test_a_dumped_trajectory_has_its_turns(tmp_path):
             "role": "assistant",
             "generated": True,
             "span": [5, 7],
-            "text": "e",
+            "text": "e!",
             "reward": 1.0,
             "seconds": 0.25,
             "state": "s1",
@@ -220,7 +220,7 @@ def test_a_dumped_trajectory_has_its_turns(tmp_path):
     assert rows[0]["status"] == "completed" and rows[0]["env_tag"] == "Lake" and rows[0]["num_turns"] == 4
     assert rows[0]["info"] == {"success": True, "valid_action": True, "distance": 0} and rows[0]["seconds"] == 0.75
     assert [turn["state"] for turn in rows[1]["turns"] if turn["generated"]] == [[0, 0], [0, 1]]
-    assert [turn["text"] for turn in rows[2]["turns"]] == ["ccc"] and "state" not in rows[2]["turns"][0]
+    assert [turn["text"] for turn in rows[2]["turns"]] == ["ccc!"] and "state" not in rows[2]["turns"][0]
     assert rows[3]["status"] == "error" and rows[3]["turns"] == [] and "env.step_timeout" in rows[3]["error"]
     assert [row.get("slowest") for row in rows] == [None, None, None, True]
     assert [row["score"] for row in rows[:3]] == pytest.approx([0.9, -0.2, 0.5])

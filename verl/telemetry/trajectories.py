@@ -161,8 +161,8 @@ def parse(line: bytes | str, file: Path, number: int) -> Trajectory:
     turns = _turns(row)
     shown = {"step", "uid", "score", "input", "output", "prompt", "response", "turns", "seconds", "tool_calls", "rows"}
     shown |= {"prompt_ids", "response_ids", "response_mask", "response_logprobs", "versions"}
-    facts = {key: row[key] for key in _FACTS if row.get(key) is not None}
-    facts |= {key: value for key, value in row.items() if key not in shown and value is not None}
+    facts = {key: row[key] for key in _FACTS if row.get(key) not in (None, "")}
+    facts |= {key: value for key, value in row.items() if key not in shown and value not in (None, "")}
     calls = _checked(row, "tool_calls", list) or []
     if not all(isinstance(call, dict) for call in calls):
         raise ValueError("tool_calls has entries that are no objects")
@@ -253,6 +253,12 @@ def number_text(value: float | None, digits: int = 3) -> str:
     return "-" if value is None else f"{value:.{digits}f}" if math.isfinite(value) else str(value)
 
 
+_IN_HEADLINE = {
+    *("status", "env_tag", "agent_name", "finish_reason", "data_source", "num_turns"),
+    *("prompt_length", "response_length"),  # the lengths of turns say more
+}
+
+
 class Style:
     """ANSI styles by what they mean; none on anything but a terminal."""
 
@@ -281,7 +287,7 @@ def in_full(trajectory: Trajectory, style: Style) -> str:
     """Return a trajectory as text: prompt, turns with their rewards, tool calls."""
     t, lines = trajectory, [headline(trajectory, style)]
     for key, value in t.facts.items():
-        if key not in ("status", "env_tag", "agent_name", "finish_reason", "data_source", "num_turns"):
+        if key not in _IN_HEADLINE:
             lines.append(style("note", f"  {visible(key)}: {visible(shortened(value))}"))
     lines += [style("note", "-- prompt"), style("read", _body(t.prompt))]
     for number, turn in t.shown_turns():

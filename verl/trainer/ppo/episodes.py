@@ -220,8 +220,8 @@ def trajectory_records(
 
     ``turns`` is a list of ``{role, text, generated, span, reward, seconds, state}``: turns of the policy
     (``generated``) and what it read between them. ``span`` are first and last + 1 of its response tokens; null: the
-    policy did not read it, or it is in the prompt of the next row. Where there are messages, what the policy read is
-    their text, else the decoded tokens.
+    policy did not read it, or it is in the prompt of the next row. Turns of the policy are the decoded tokens, special
+    ones too; what it read is the text of the messages, where there are any.
 
     Args:
         decode: ids to texts; None: turns have no text.

@@ -72,7 +72,7 @@ from verl.trainer.ppo.rollout_correction import (
     reject_tokens,
     weigh_tokens,
 )
-from verl.trainer.ppo.run_log import LearningSignalMonitor, NonFiniteGuard, RunLog, readable, texts
+from verl.trainer.ppo.run_log import LearningSignalMonitor, NonFiniteGuard, RunLog, texts
 from verl.trainer.ppo.trajectories import JoinedTrajectories, trajectory_sums
 from verl.utils.config import adopt_config, typed_config
 from verl.utils.import_utils import import_users_modules
@@ -600,7 +600,7 @@ class RayPPOTrainer(RecipeNames):
             Path(folder) if folder else None,
             self.global_steps,
             self.config.data.reward_fn_key,
-            readable(self.tokenizer),
+            self.tokenizer.batch_decode,
         )
         self.engine_metrics()  # those of validation are not the next step's
         self.validations.append((self.global_steps, metrics))

@@ -6,7 +6,6 @@ import json
 import os
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -54,13 +53,8 @@ def dump_batch(folder: str, step: int, batch: DataProto, tokenizer: Any, source_
         columns["advantage"] = ((advantages * mask).sum(-1) / mask.sum(-1).clamp(min=1)).tolist()
     names = [*reward_columns(batch), *([FINISH_PLACE] if FINISH_PLACE in batch.non_tensor_batch else [])]
     columns |= {name: batch.non_tensor_batch[name].tolist() for name in names}
-    trajectories = trajectory_records(batch, episodes_of(batch, scores), readable(tokenizer))
+    trajectories = trajectory_records(batch, episodes_of(batch, scores), tokenizer.batch_decode)
     return dump_samples(folder, step, inputs, outputs, scores, ground_truths(batch), columns, trajectories)
-
-
-def readable(tokenizer: Any) -> Callable[[list[list[int]]], list[str]]:
-    """Return the function that decodes ids for dumps: without special tokens."""
-    return partial(tokenizer.batch_decode, skip_special_tokens=True)
 
 
 def describe(batch: DataProto, source_key: str = "data_source") -> dict[str, list]:
@@ -370,7 +364,8 @@ class LearningSignalMonitor:
                 "model is trained",
             )
         yield from self._endings(metrics)
-        if metrics.get("batch/truncated_ratio") == 1 and not rollout.ignore_eos:
+        has_episodes = "agent/status/completed" in metrics
+        if metrics.get("batch/truncated_ratio") == 1 and not rollout.ignore_eos and not has_episodes:
             yield (
                 "all truncated",
                 f"every response was cut at the length limit, so none is complete: raise "
