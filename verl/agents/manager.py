@@ -293,6 +293,7 @@ class AgentLoopManager:
     ) -> RowOutput:
         """Run the agent loop of a row, again if it fails and ``env.on_error`` says so; what it returns in the end."""
         env, start = self.config.env, time.perf_counter()
+        name = row.get("agent_name") or self.rollout.agent.default_agent_loop
         attempts = 1 + (env.max_retries if env.on_error == "retry" else 0)
         for attempt in range(attempts):
             if attempt and isinstance(client, KeepsReplies):
@@ -300,11 +301,10 @@ class AgentLoopManager:
             # other tokens than those that led to the failure
             own_seed = derive_seed(seed, "retry", attempt) if attempt else seed
             try:
-                return await self._attempt(number, row, own_seed, sampling, client)
+                return await self._attempt(number, name, row, own_seed, sampling, client)
             except (RolloutServerError, asyncio.CancelledError):
                 raise
             except Exception as error:
-                name = row.get("agent_name") or self.rollout.agent.default_agent_loop
                 message = f"agent loop {name!r} failed on row {number}: {type(error).__name__}: {error}"
                 if env.on_error == "stop":
                     raise RuntimeError(message) from error
@@ -313,12 +313,12 @@ class AgentLoopManager:
                 if isinstance(error, asyncio.TimeoutError) and env.episode_timeout is not None:
                     cause = f"agent loop {name!r}: not done after env.episode_timeout={env.episode_timeout:g} s"
                     break
-        return failed_output(row, cause, time.perf_counter() - start)
+        return failed_output(row, name, cause, time.perf_counter() - start)
 
     async def _attempt(
-        self, number: int, row: dict[str, Any], seed: int, sampling: SamplingParams, client: Any
+        self, number: int, name: str, row: dict[str, Any], seed: int, sampling: SamplingParams, client: Any
     ) -> RowOutput:
-        name = row.get("agent_name") or self.rollout.agent.default_agent_loop
+        start = time.perf_counter()
         # the batch's number in the name: row 3 of the next batch is another conversation
         servers = AsyncLLMServerManager(client or self.client, seed, name=f"{self._batches}.{number}")
         loop = agent_loop(name)(
@@ -336,6 +336,8 @@ class AgentLoopManager:
             "finish_reason": servers.last and servers.last.finish_reason,
             "rollout_version": servers.last and servers.last.version,
             "rollout_seconds": servers.seconds,
+            "episode_seconds": time.perf_counter() - start,
+            "agent_name": name,
         }
         for output in result if isinstance(result, list) else [result]:
             check_images(output, row)

@@ -86,6 +86,22 @@ def turn_spans(output: AgentLoopOutput) -> Sequence[tuple[int, int]]:
     return [(int(first), int(last)) for first, last in edges.reshape(-1, 2)]
 
 
+def _has_turns(output: AgentLoopOutput) -> bool:
+    is_told = output.turn_spans is not None or output.turn_rewards is not None
+    return output.status != EpisodeStatus.ERROR and (is_told or output.num_turns > 2)
+
+
+MEASURED = ("finish_reason", "rollout_version", "rollout_seconds", "episode_seconds", "agent_name")
+"""Further fields that the manager adds to every output."""
+
+
+def episode_info(output: AgentLoopOutput) -> dict[str, Any]:
+    """Return what an output says of its episode: numbers among ``extra_fields``, and ``episode_info`` among them."""
+    fields = {name: value for name, value in output.extra_fields.items() if name not in MEASURED}
+    numbers = {name: value for name, value in fields.items() if isinstance(value, bool | int | float | np.number)}
+    return {**numbers, **(fields.get("episode_info") or {})}
+
+
 def _object_columns(outputs: Sequence[AgentLoopOutput]) -> dict[str, np.ndarray]:
     columns = {"__num_turns__": np.array([output.num_turns for output in outputs], dtype=np.int32)}
     values: dict[str, list[Any]] = {}
@@ -94,8 +110,14 @@ def _object_columns(outputs: Sequence[AgentLoopOutput]) -> dict[str, np.ndarray]
     for name in TURN_COLUMNS:
         if any(getattr(output, name) is not None for output in outputs):
             values[name] = [getattr(output, name) for output in outputs]
+    if any(_has_turns(output) for output in outputs):
+        # kept: the mask will also lose tokens that are left out of the loss
+        values["turn_spans"] = [turn_spans(output) if _has_turns(output) else None for output in outputs]
     for name in dict.fromkeys(name for output in outputs for name in output.extra_fields):
         values[name] = [output.extra_fields.get(name) for output in outputs]
+    infos = [episode_info(output) for output in outputs]
+    if any(infos):
+        values["episode_info"] = [info or None for info in infos]
     for name, column in values.items():
         columns[name] = np.empty(len(outputs), dtype=object)  # numpy would make a matrix of lists of one length
         columns[name][:] = column
@@ -167,9 +189,9 @@ class EpisodeError(RuntimeError):
     """Too many agent loops failed; the message names the causes."""
 
 
-def failed_output(row: Mapping[str, Any], cause: str, seconds: float) -> AgentLoopOutput:
+def failed_output(row: Mapping[str, Any], name: str, cause: str, seconds: float) -> AgentLoopOutput:
     """Return the output of a row whose agent loop failed: its prompt, and no token that counts."""
-    columns = {"episode_error": cause}
+    columns = {"episode_error": cause, "agent_name": name, "episode_seconds": seconds}
     prompt = list(row["raw_prompt_ids"]) if len(row["raw_prompt_ids"]) else []
     metrics = {"generate_sequences": seconds}
     return AgentLoopOutput(prompt, [], [], status=EpisodeStatus.ERROR, metrics=metrics, extra_fields=columns)

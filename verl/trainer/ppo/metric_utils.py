@@ -20,6 +20,7 @@ from torch import Tensor
 from verl.algorithms.reward_shaping import cut_at_limit
 from verl.batch.ragged import Ragged
 from verl.protocol import DataProto
+from verl.rewards.managers.scoring import without_failed_episodes
 from verl.telemetry.metric import reduce_metrics
 from verl.trainer.ppo.episodes import Decode, Episode, episode_metrics, episodes_of, trajectory_records
 from verl.trainer.ppo.run_log import describe, dump_samples, ground_truths
@@ -61,9 +62,13 @@ def compute_data_metrics(batch: DataProto, use_critic: bool = True) -> dict[str,
         ``critic/{score,rewards,advantages,returns[,values]}/{mean,max,min}``, ``response_length/...``,
         ``prompt_length/...`` and, when the batch counts turns, ``num_turns/{min,max,mean}``. Scores and rewards are
         sums over a response; advantages, returns and values are over tokens where ``response_mask`` is 1. And how much
-        there is to learn from, ``batch/...``, see `signal_metrics`; of episodes, `episode_metrics`.
+        there is to learn from, ``batch/...``, see `signal_metrics`; and of episodes, `episode_metrics`. Those that
+        failed count in no other metric.
     """
-    metrics: dict[str, float] = {}
+    metrics = episode_metrics(episodes_of(batch))
+    batch = without_failed_episodes(batch)
+    if not len(batch):
+        return metrics
     first = first_rows(batch)  # of each trajectory: its score is that of all its rows
     for name, column in (("score", "token_level_scores"), ("rewards", "token_level_rewards")):
         sums = trajectory_sums(batch, _row_sums(batch.ragged(column)))
@@ -86,8 +91,9 @@ def compute_data_metrics(batch: DataProto, use_critic: bool = True) -> dict[str,
         metrics |= _spread(name, lengths)
         metrics[f"{name}/clip_ratio"] = (lengths == width).double().mean().item()
     if "__num_turns__" in batch.non_tensor_batch:
-        metrics |= _spread("num_turns", torch.as_tensor(batch.non_tensor_batch["__num_turns__"].astype(np.float64)))
-    return metrics | signal_metrics(batch) | episode_metrics(episodes_of(batch))
+        counts = torch.as_tensor(batch.non_tensor_batch["__num_turns__"].astype(np.float64))
+        metrics |= _spread("num_turns", counts if first is None else counts[first])
+    return metrics | signal_metrics(batch)
 
 
 def signal_metrics(batch: DataProto) -> dict[str, float]:

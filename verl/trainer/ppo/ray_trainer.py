@@ -614,8 +614,7 @@ class RayPPOTrainer(RecipeNames):
             prompts = DataProto.from_single_dict(rows)
             prompts.non_tensor_batch["uid"] = uids("val", len(prompts), first)
             batch = self.generate(prompts.repeat(n, interleave=True), n, validate=True, first=first)
-            batch = without_failed_episodes(batch)
-            yield from by_style(batch) if self.use_rm else [batch]
+            yield from by_style(without_failed_episodes(batch)) if self.use_rm else [batch]
             first += len(prompts)
 
     def validation_rewards(self, batch: DataProto) -> tuple[torch.Tensor, dict[str, list]]:
