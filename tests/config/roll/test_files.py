@@ -7,7 +7,7 @@ import pytest
 import yaml
 
 from verl.config.load import load
-from verl.config.roll.command import main
+from verl.config.roll.command import command_line, main
 from verl.config.roll.translate import read_roll, translate
 
 HERE = Path(__file__).parent
@@ -35,11 +35,53 @@ def test_an_rlvr_file_is_reported_in_full():
     assert shared.actor.optim.lr_warmup_steps == 20 and shared.actor.shuffle
 
 
-def test_an_agentic_file_is_one_sentence_about_environments():
-    translation = translate(*read_roll(AGENTIC))
-    (refusal,) = translation.refusals
-    assert "agentic training with environments, which is not built" in refusal and "docs/async.md" in refusal
-    assert "train_env_manager, val_env_manager, custom_envs" in refusal
+def test_an_agentic_file_trains_in_environments():
+    translation = translate(*read_roll(AGENTIC), ["actor_rollout_ref.actor.strategy=fsdp2"])
+    assert translation.refusals == []
+    config = config_of(translation)
+    train, val = config.env.train, config.env.val
+    assert (train.tags, train.n_groups, train.group_size, train.format_penalty) == (["SimpleSokoban"], 8, 8, -0.15)
+    assert (val.tags, val.n_groups, val.groups_per_tag) == (["SimpleSokoban", "FrozenLake"], 64, [32, 32])
+    sokoban, lake = config.env.tag("SimpleSokoban"), config.env.tag("FrozenLake")
+    assert (sokoban.type, sokoban.max_steps, sokoban.max_tokens_per_step) == ("Sokoban", 10, 64)
+    assert sokoban.kwargs["dim_room"] == [6, 6] and lake.type == "FrozenLake"
+    assert config.actor_rollout_ref.rollout.mode == "async" and config.data.train_batch_size == 8
+    assert config.algorithm.reward_shaping.clip_range == [-1, 3] and config.env.render_save_dir == "/data/output/render"
+
+
+def test_an_agentic_file_of_newer_roll_refers_to_known_environments(tmp_path):
+    tree = yaml.safe_load(Path(AGENTIC).read_text())
+    template = "Turn {turn_idx}:\n{observation}\n{actions_left} left, {max_response_length} tokens."
+    lake = {"env_type": "frozen_lake", "agent_template": template, "env_config": {"action_pattern": "^(.*)$"}}
+    tree |= {
+        "defaults": ["../config/traj_envs@_here_", "../config/deepspeed_zero@_here_"],
+        "rollout_batch_size": 1024,
+        "val_batch_size": 1024,
+        "max_tokens_per_step": 64,
+        "reward_normalization": {"grouping": "traj_group_id", "method": "mean_std"},
+        "train_env_manager": {"max_env_num_per_worker": 16, "num_env_groups": 128, "group_size": 8,
+                              "tags": ["FrozenLake"], "num_groups_partition": [128], "format_penalty": -0.15},
+        "val_env_manager": {"num_env_groups": 1024, "group_size": 1, "tags": ["LargerSokoban", "Mine"],
+                            "num_groups_partition": [512, 512]},
+        "custom_envs": {"FrozenLake": "${custom_env.FrozenLake}", "LargerSokoban": "${custom_env.LargerSokoban}",
+                        "Mine": lake},
+    }  # fmt: skip
+    tree["actor_train"]["strategy_args"] = {"strategy_name": "fsdp2_train", "strategy_config": {}}
+    (tmp_path / "agent_val_frozen_lake.yaml").write_text(yaml.safe_dump(tree))
+    translation = translate(*read_roll(str(tmp_path / "agent_val_frozen_lake.yaml")))
+    assert translation.refusals == []
+    config = config_of(translation)
+    assert (config.env.train.n_groups, config.data.train_batch_size, config.env.val.n_groups) == (128, 128, 1024)
+    assert (
+        config.env.tag("FrozenLake").max_tokens_per_step == 64 and config.env.tag("FrozenLake").format_penalty == -0.01
+    )
+    assert config.env.tag("LargerSokoban").kwargs["dim_room"] == [10, 10]
+    mine = config.env.tag("Mine")
+    assert (
+        mine.kwargs["answer"] == "plain" and "Turn {turn}:\n{observation}\n{turns_left} left, 128" in mine.turn_template
+    )
+    assert config.env.reward_normalization.grouping == "state"
+    assert "--check" not in " ".join(translation.words) and "main_agentic" in command_line(translation.words)
 
 
 def changed(tmp_path, **changes):

@@ -111,8 +111,6 @@ def test_a_secret_goes_to_the_environment_and_not_to_the_command_line(write, cap
 @pytest.mark.parametrize(
     ("tree", "pipeline"),
     [
-        ({"defaults": ["../config/traj_envs@_here_"], "custom_envs": {"F": "${custom_env.F}"}}, "agentic training"),
-        ({"train_env_manager": {"tags": ["F"]}, "batch_adjust_mode": "copy"}, "agentic training"),
         ({"sft_train": {"strategy_args": {"strategy_name": "megatron_train"}}}, "supervised fine-tuning"),
         ({"chosen_key": "chosen", "beta": 0.1, "actor_train": {"world_size": 1}}, "DPO"),
         ({"student_pretrain": "m", "teacher": {"device_mapping": "[0]"}}, "distillation"),

@@ -13,8 +13,8 @@ from verl.config.roll.translate import Translation, is_ours, read_roll, translat
 HELP = """\
 usage: verl roll CONFIG.yaml [--print] [key=value ...]
 
-Read a configuration written for ROLL (RLVR) and train as it says. key=value are options of verl, or keys of the file;
-they win over it, and settle what it asks for that is not built:
+Read a configuration written for ROLL (RLVR or agentic) and train as it says. key=value are options of verl, or keys of
+the file; they win over it, and settle what it asks for that is not built:
 verl roll CONFIG.yaml actor_rollout_ref.actor.strategy=fsdp2 rewards.llm_judge=null
 
   --print    print the command line it amounts to, and stop
@@ -75,7 +75,8 @@ def translate_file(path: str, words: Sequence[str] = ()) -> Translation:
 
 def command_line(words: Sequence[str]) -> str:
     """A shell command, a word a line."""
-    return " \\\n    ".join(["python3 -m verl.trainer.main_ppo", *map(shlex.quote, words)])
+    module = "main_agentic" if any(text.startswith("env.train.tags=") for text in words) else "main_ppo"
+    return " \\\n    ".join([f"python3 -m verl.trainer.{module}", *map(shlex.quote, words)])
 
 
 # -- Every field of ROLL's configuration classes at two releases, and what becomes of it here ------------------------
@@ -114,7 +115,7 @@ _FILTERS = "base_config.TrainInferFilterConfig"
 
 def _verdict(section: str, name: str) -> tuple[str, str]:
     pipeline = listed("pipelines").get(section.partition("_config.")[0])
-    if pipeline is not None and not (section == "agentic_config.AgenticConfig" and name in rows("top")):
+    if pipeline is not None:
         instead = pipeline["instead"]
         return "not built", f"{pipeline['name']}; {instead[0].lower()}{instead[1:]}"
     if section == _FILTERS:

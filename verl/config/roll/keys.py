@@ -139,6 +139,8 @@ def max_running_requests(key: str, value: Any, roll: Roll) -> Iterator[Outcome]:
 
 
 def generate_opt_level(key: str, value: Any, roll: Roll) -> Iterator[Outcome]:
+    if roll.is_agentic:
+        return  # episodes are generated turn by turn whatever it says
     if value in (0, 1):
         yield Set(f"{ROLLOUT}.mode", "async" if value or roll.puts_off else "sync")
     else:

@@ -157,6 +157,14 @@ def rows(*tables: str) -> dict[str, Row]:
     return found
 
 
+def translator(name: str) -> Translate:
+    """Return the function that a row names."""
+    from verl.config.roll import environments, keys  # which import the outcomes above
+
+    found: Translate = getattr(keys if hasattr(keys, name) else environments, name)
+    return found
+
+
 _ASKS_FOR_NOTHING: tuple[Any, ...] = (None, False, "None", "null", {}, [])
 
 
@@ -186,10 +194,7 @@ def row_outcomes(row: Row | None, key: str, value: Any, roll: "Roll", known: Ite
     elif row.sections and section not in row.sections:
         yield Idle(key)
     elif row.by:
-        from verl.config.roll import keys  # which imports the outcomes above
-
-        translate: Translate = getattr(keys, row.by[0])
-        yield from translate(key, value, roll, *row.by[1:])
+        yield from translator(row.by[0])(key, value, roll, *row.by[1:])
     else:
         if section != "validation":  # options that take the value as it is are those of training
             yield from (Set(option, value) for option in row.to)

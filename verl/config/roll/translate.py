@@ -9,6 +9,7 @@ from verl.config.base import ConfigError
 from verl.config.command_line import locate
 from verl.config.ppo import PPOConfig
 from verl.config.roll.batch import Roll, batches, devices
+from verl.config.roll.environments import environments
 from verl.config.roll.sections import rewards, strategy
 from verl.config.roll.table import (
     ROLES,
@@ -100,8 +101,6 @@ def _lay_group(tree: dict[str, Any], entry: Any, file: Path, seen: list[Path]) -
     elif base in presets:
         # ROLL's DeepSpeed files hold their settings under their own name.
         content = {base: presets[base]} if base.startswith("deepspeed") else presets[base]
-    elif "envs" in base:
-        return  # environments, of the agentic pipeline
     else:
         raise ConfigError([f"{file}: defaults names {entry}, but there is no {found}. Copy it there, or leave it out."])
     if place and place not in ("_here_", "_global_", "_group_"):
@@ -119,8 +118,6 @@ def unbuilt(tree: dict[str, Any]) -> str | None:
     for other, pipeline in pipelines.items():
         if not kind and (keys := [key for key in pipeline["keys"] if tree.get(key) not in (None, {}, False)]):
             kind = other
-    if not kind and tree.get("reward_normalization") and not at_key(tree, "actor_train.data_args.file_name"):
-        kind, keys = "agentic", ["reward_normalization"]
     for key in ("use_opd", "is_pure_opd", "opsd_mode"):
         if not kind and tree.get(key) is True:
             kind, keys = "distill", [key]
@@ -242,7 +239,7 @@ def _in_shape(tree: Mapping[str, Any], place: str = "") -> tuple[dict[str, Any],
 
 
 def _outcomes(roll: Roll, referred: set[str]) -> Iterator[Outcome]:
-    unread = ("hydra", "rewards", "train_env_manager", "val_env_manager", "custom_envs")
+    unread = ("hydra", "rewards", "train_env_manager", "val_env_manager", "custom_envs", "custom_env")
     for key, value in roll.tree.items():
         if key in ROLES:
             yield from _worker(key, value or {}, roll)
@@ -255,6 +252,7 @@ def _outcomes(roll: Roll, referred: set[str]) -> Iterator[Outcome]:
     yield from _defaults(roll)
     yield from devices(roll)
     yield from batches(roll)
+    yield from environments(roll)
     yield from [] if roll.is_agentic else rewards(roll)
 
 
