@@ -134,12 +134,13 @@ class EnvironmentConversation(ConversationEnvironment):
         self._reward += answer.reward
         self._penalty += penalty
         # sums so far: the last answer has those of the episode, also where it was given before a restart
-        totals = {
+        totals: dict[str, Any] = {
             "valid_action": self._valid / self._turns,
             "reward": self._reward,
             "turns": self._turns,
-            PENALTY_COLUMN: self._penalty,
         }
+        if self.format_penalty:
+            totals[PENALTY_COLUMN] = self._penalty
         return Reply(
             self._messages(answer, self._turns + 1),
             reward=answer.reward + penalty,
@@ -238,7 +239,7 @@ class EnvAgentLoop(EpisodeLoop):
         outputs = result if isinstance(result, list) else [result]
         for output in outputs:
             info = dict(output.extra_fields.get("episode_info") or {})
-            own = {"episode_info": info, "env_tag": EnvRow.of(row).tag, PENALTY_COLUMN: info.pop(PENALTY_COLUMN, 0.0)}
+            own = {"env_tag": EnvRow.of(row).tag, PENALTY_COLUMN: info.get(PENALTY_COLUMN, 0.0)}
             output.extra_fields = {**output.extra_fields, **own}
             # all is in the turns: no reward function is called
             output.reward_score = 0.0

@@ -30,6 +30,7 @@ from verl.agents.base import (
 from verl.agents.conversation import check_chat_template
 from verl.agents.episode import EpisodeLoop, ReplyLog
 from verl.agents.outputs import assemble_outputs, check_failures, check_images, failed_output, spread
+from verl.envs.host import close_hosts
 from verl.protocol import DataProto
 from verl.single_controller.errors import WorkerGroupError
 from verl.utils.py_functional import derive_seed
@@ -309,7 +310,8 @@ class AgentLoopManager:
                 if env.on_error == "stop":
                     raise RuntimeError(message) from error
                 logger.debug("%s", message, exc_info=error)
-                cause = f"agent loop {name!r}: {type(error).__name__}: {error}"
+                # of one that names its episode, what it has in common with others
+                cause = f"agent loop {name!r}: {type(error).__name__}: {getattr(error, 'cause', error)}"
                 if isinstance(error, asyncio.TimeoutError) and env.episode_timeout is not None:
                     cause = f"agent loop {name!r}: not done after env.episode_timeout={env.episode_timeout:g} s"
                     break
@@ -384,7 +386,8 @@ class AgentLoopManager:
         if self._loop.is_closed():
             return
         self.servers_file.unlink(missing_ok=True)
-        # in the loop that opened its connections, and so before that stops
+        # in the loop that opened their connections, and so before that stops
+        self._loop.call_soon_threadsafe(close_hosts, self._loop)
         asyncio.run_coroutine_threadsafe(self.client.close(), self._loop).result(timeout=10)
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(timeout=10)
@@ -395,8 +398,10 @@ class AgentLoopManager:
 
 
 def rows_of(prompts: DataProto) -> list[dict[str, Any]]:
-    """The object columns of each row, with ``raw_prompt_ids``."""
+    """The object columns of each row, with ``raw_prompt_ids``, and ``validate`` in rows of a validation."""
     columns: dict[str, Any] = dict(prompts.non_tensor_batch)
+    if prompts.meta_info.get("validate"):
+        columns["validate"] = [True] * len(prompts)
     if "raw_prompt_ids" not in columns:
         has_ids = "input_ids" in prompts.keys()  # the rows of environment groups have no prompt yet
         rows = (

@@ -42,14 +42,15 @@ class EnvironmentFailure(RuntimeError):
     Attributes:
         kind: an `Outcome` (``timeout``, ``raised``, ``memory``, ``exit``, ``crash``, ``wrong_type``, ``not_finite``,
             ...), or ``worker_lost``: its process ended, and it may not have been the cause.
+        cause: the message without the seed, the same for all episodes that fail in one way.
     """
 
-    def __init__(self, kind: str, message: str):
+    def __init__(self, kind: str, message: str, cause: str | None = None):
         super().__init__(message)
-        self.kind = kind
+        self.kind, self.cause = kind, cause or message
 
     def __reduce__(self):
-        return type(self), (self.kind, str(self))
+        return type(self), (self.kind, str(self), self.cause)
 
 
 class EnvironmentHost:
@@ -215,7 +216,8 @@ class HostedEnvironment:
             done, _ = await asyncio.wait({future}, timeout=CLOSE_S)
             failed = future.result() if done else await self._give_up(place, CLOSE_S, "its close")
             if isinstance(failed, Failed) and failed.kind != WORKER_LOST:
-                warnings.warn(f"{self._named('close', failed)}", stacklevel=2)
+                text = f"close failed, {failed.kind}: {failed.cause}\n{failed.trace}".strip()
+                warnings.warn(f"environment {self.tag!r} (seed {self.seed}): {text}", stacklevel=2)
         place.release(self._number)
 
     async def _call(self, name: str, arguments: tuple, seconds: float, key: tuple) -> Any:
@@ -252,7 +254,10 @@ class HostedEnvironment:
                 return self._taken(name, result)
             except WrongAnswer as error:
                 result = Failed(Outcome.WRONG_TYPE.value, str(error))
-        self._failure = EnvironmentFailure(result.kind, self._named(name, result))
+        cause = f"{name} failed, {result.kind}: {result.cause}\n{result.trace}".strip()
+        self._failure = EnvironmentFailure(
+            result.kind, f"environment {self.tag!r} (seed {self.seed}): {cause}", f"environment {self.tag!r}: {cause}"
+        )
         raise self._failure
 
     async def _give_up(self, place: "Process | _InThreads", seconds: float, limit: str) -> Failed:
@@ -268,10 +273,6 @@ class HostedEnvironment:
             result = _answer_from(result, is_reset=name == "reset")
         self.host.warn_of(self.tag, result.dropped)
         return result
-
-    def _named(self, name: str, failed: Failed) -> str:
-        text = f"environment {self.tag!r} (seed {self.seed}): {name} failed, {failed.kind}: {failed.cause}"
-        return f"{text}\n{failed.trace}".strip()
 
 
 def _answer_from(value: Any, is_reset: bool) -> Answer:
