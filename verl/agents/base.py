@@ -2,6 +2,7 @@
 
 import asyncio
 import importlib
+import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -124,6 +125,9 @@ class AgentLoopBase(ABC):
 
     _class_initialized = False
 
+    ends_in_time = False
+    """Whether it ends by itself at ``env.episode_timeout``, with the turns that are complete by then."""
+
     def __init__(self, trainer_config: Any, server_manager: Any, tokenizer: Any, processor: Any = None, **kwargs: Any):
         self.config = trainer_config.config if isinstance(trainer_config, TrainerConfig) else trainer_config
         self.init_class(self.config, tokenizer, processor, **kwargs)
@@ -158,6 +162,7 @@ _LOOPS: dict[str, Callable[..., AgentLoopBase]] = {}
 _BUILT_IN = {
     "env_agent": "verl.agents.env_agent",
     "interaction_agent": "verl.agents.interaction_agent",
+    "openai_agent": "verl.agents.outside_agent",
     "tool_agent": "verl.agents.tool_agent",
 }
 
@@ -190,19 +195,24 @@ def agent_loop(name: str) -> Callable[..., AgentLoopBase]:
     return _LOOPS[name]
 
 
-_CLOSERS: list[Callable[[], None]] = []
+_CLOSERS: list[Callable[[], Any]] = []
 
 
-def at_close(function: Callable[[], None]) -> Callable[[], None]:
-    """Function decorator: called at the end of a run, to give back what the loops of all rows share."""
+def at_close(function: Callable[[], Any]) -> Callable[[], Any]:
+    """Function decorator: called at the end of a run, to give back what the loops of all rows share.
+
+    In the event loop of the agent loops; the function may be ``async``.
+    """
     _CLOSERS.append(function)
     return function
 
 
-def close_shared() -> None:
+async def close_shared() -> None:
     """Call what `at_close` was given."""
     for function in _CLOSERS:
-        function()
+        result = function()
+        if inspect.isawaitable(result):
+            await result
 
 
 def load_agent_loops(path: str) -> None:

@@ -142,6 +142,8 @@ class ReplyLog:
 class EpisodeLoop(AgentLoopBase):
     """Agent loop of a `ConversationEnvironment`. A subclass says which, by a row of data."""
 
+    ends_in_time = True
+
     seconds_name = "environment"
     """Name under ``agent_loop/*`` of the seconds that answers took."""
 

@@ -28,7 +28,7 @@ from verl.agents.base import (
     load_agent_loops,
 )
 from verl.agents.conversation import check_chat_template
-from verl.agents.episode import EpisodeLoop, ReplyLog
+from verl.agents.episode import ReplyLog
 from verl.agents.outputs import assemble_outputs, check_failures, check_images, failed_output, spread
 from verl.envs.host import close_hosts
 from verl.protocol import DataProto
@@ -330,7 +330,7 @@ class AgentLoopManager:
             processor=self.processor,
         )
         timeout = self.config.env.episode_timeout
-        if timeout is not None and isinstance(loop, EpisodeLoop):
+        if timeout is not None and loop.ends_in_time:
             timeout += _GRACE_S  # it ends by itself, with the turns that are complete
         # a dict of the row's own: loops change it
         result = await asyncio.wait_for(loop.run(dict(vars(sampling)), **row), timeout)
@@ -388,11 +388,11 @@ class AgentLoopManager:
         self.servers_file.unlink(missing_ok=True)
         # in the loop that opened their connections, and so before that stops
         self._loop.call_soon_threadsafe(close_hosts, self._loop)
-        asyncio.run_coroutine_threadsafe(self.client.close(), self._loop).result(timeout=10)
+        for closing in (close_shared(), self.client.close()):
+            asyncio.run_coroutine_threadsafe(closing, self._loop).result(timeout=10)
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(timeout=10)
         self._loop.close()
-        close_shared()
         with suppress(WorkerGroupError):
             self.worker_group.stop_server()
 
