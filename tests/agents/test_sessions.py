@@ -235,6 +235,7 @@ def test_what_cannot_be_honoured_is_refused_by_name(fields, message, tokenizer):
 
 def test_a_template_that_shows_no_tools_is_refused(tokenizer):
     plain = make_tokenizer("char")
+    plain.chat_template = "{% for message in messages %}{{ message.content }}{% endfor %}>"
     plain.chat_template = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant: "
 
     async def agent(post, url):

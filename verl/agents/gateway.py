@@ -19,6 +19,7 @@ from weakref import WeakKeyDictionary
 
 from aiohttp import web
 
+from verl.agents.base import at_close
 from verl.agents.session import Answer, Session, SessionError
 from verl.workers.rollout.server.messages import is_loopback
 from verl.workers.rollout.server.openai_format import (
@@ -188,6 +189,7 @@ class Gateway:
         )
 
 
+@at_close
 async def close_gateway() -> None:
     """Close the gateway of the running event loop, if it has one."""
     gateway = _GATEWAYS.pop(asyncio.get_running_loop(), None)

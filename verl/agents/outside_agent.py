@@ -17,15 +17,17 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from verl.agents.base import AgentLoopBase, AgentLoopOutput, EpisodeStatus, register
+from verl.agents.base import AgentLoopBase, AgentLoopOutput, EpisodeStatus, at_close, register
 from verl.agents.conversation import ChatRenderer
 from verl.agents.episode import EpisodeLimits
 from verl.agents.gateway import Gateway
 from verl.agents.session import Session
-from verl.sandbox.forked_calls import ForkedCalls, plain, result_of
+from verl.sandbox.forked_calls import ForkedCalls, close_all, plain, result_of
 from verl.sandbox.outcomes import Outcome
 from verl.sandbox.supervisor import Limits, command, end, outcome_of
 from verl.utils.import_utils import load_extern_type, split_file_name
+
+at_close(close_all)
 
 _END_S = 5.0
 """Seconds in which an agent that is stopped must end."""
@@ -162,10 +164,18 @@ def place_of(name: str) -> tuple[str, str]:
     return place
 
 
-def messages_of(row: Mapping[str, Any]) -> list[dict[str, Any]] | None:
-    """Return the messages of a row's prompt; None without ``data.return_raw_chat``."""
-    messages = row.get("raw_prompt")
-    return None if messages is None else [dict(message) for message in messages]
+def messages_of(row: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return the messages of a row's prompt.
+
+    Raises:
+        ValueError: the row has token ids only.
+    """
+    if row.get("raw_prompt") is None:
+        raise ValueError(
+            "agent loop 'openai_agent': the row has no messages, only token ids, and an agent outside reads messages. "
+            "Set data.return_raw_chat=true."
+        )
+    return [dict(message) for message in row["raw_prompt"]]
 
 
 async def guarded(coroutine: Any) -> Any:

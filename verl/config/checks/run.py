@@ -255,12 +255,6 @@ _PYTHON_FILES = (
     "data.sampler.class_path",
     "data.datagen.path",
     "actor_rollout_ref.rollout.agent.agent_loop_config_path",
-    "actor_rollout_ref.rollout.multi_turn.function_tool_path",
-)
-
-_YAML_FILES = (
-    "actor_rollout_ref.rollout.multi_turn.tool_config_path",
-    "actor_rollout_ref.rollout.multi_turn.interaction_config_path",
 )
 
 _DATA_ENDINGS = (".parquet", ".arrow", ".json", ".jsonl", ".csv")
@@ -272,7 +266,6 @@ _FUNCTIONS_IN_FILES = (
     "algorithm.adv_estimator",
     "actor_rollout_ref.actor.policy_loss.loss_mode",
     "reward_model.reward_manager",
-    "actor_rollout_ref.rollout.multi_turn.format",
 )
 
 
@@ -320,11 +313,10 @@ def _data_files(config: PPOConfig) -> Iterator[Problem]:
 
 
 def _python_files(config: PPOConfig) -> Iterator[Problem]:
-    for key in (*_PYTHON_FILES, *_YAML_FILES):
+    for key in _PYTHON_FILES:
         path = get_path(config, key)
         if path and not _is_remote(path) and not _exists(path):
-            kind = "YAML" if key in _YAML_FILES else "Python"
-            yield Problem(key, f"{key}={path} does not exist (looked in {Path.cwd()}). Give a {kind} file.")
+            yield Problem(key, f"{key}={path} does not exist (looked in {Path.cwd()}). Give a Python file.")
     for key in _FUNCTIONS_IN_FILES:
         name = get_path(config, key)
         path, _ = split_file_name(name) or (None, None)

@@ -222,6 +222,7 @@ def test_tools_that_the_template_does_not_show_are_refused(post, server, monkeyp
     body = {"messages": HELLO, "tools": [TOOL], **FEW}
     assert "no parser of tool calls" in post("chat/completions", body).json()["error"]["message"]
     monkeypatch.setattr(server, "parse_tool_calls", lambda *_: ("", []))
+    monkeypatch.setattr(server.tokenizer, "chat_template", "{% for m in messages %}{{ m.content }}{% endfor %}>")
     answer = post("chat/completions", body)
     assert answer.status_code == 400 and "does not show them" in answer.json()["error"]["message"]
 

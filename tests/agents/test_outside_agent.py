@@ -1,0 +1,90 @@
+"""Runs that train an agent outside: the policy's tokens, rewards and failures, on the whole way."""
+
+import threading
+from pathlib import Path
+
+import pytest
+
+from tests.agents.conftest import ROLLOUT
+from tests.support.learning import check_learned
+from tests.trainer.test_learning import TINY, rewards_of
+
+EXAMPLES = Path(__file__).parents[2] / "examples" / "agentic" / "openai_agent"
+AGENT = f"{ROLLOUT}__agent__openai_agent__"
+SETTINGS = {
+    f"{ROLLOUT}__agent__default_agent_loop": "openai_agent",
+    f"{ROLLOUT}__calculate_log_probs": True,
+    "data__return_raw_chat": True,
+    "data__max_response_length": 60,
+}
+
+OTHERS = '''
+import importlib.util, json, urllib.request
+
+def ask(base_url, messages):
+    body = json.dumps({"messages": messages, "max_tokens": 5}).encode()
+    request = urllib.request.Request(f"{base_url}/chat/completions", body, {"Content-Type": "application/json"})
+    with urllib.request.urlopen(request) as answer:
+        return json.load(answer)["choices"][0]["message"]
+
+def rewrites(base_url, api_key, row):
+    """Begins anew twice: three rows, of which the second has two turns."""
+    ask(base_url, row["messages"])
+    messages = [{"role": "user", "content": "Sum up."}]
+    first = ask(base_url, messages)
+    ask(base_url, [*messages, first, {"role": "user", "content": "more"}])
+    ask(base_url, [{"role": "user", "content": "End."}])
+    return 0.75
+
+def fails_at_times(base_url, api_key, row):
+    ask(base_url, row["messages"])
+    if row["extra_info"]["index"] % 4 == 0:
+        raise KeyError("no such thing")
+    return 0.5
+'''
+
+
+@pytest.mark.parametrize("runs_in", ["thread", "process"])
+def test_what_the_agent_was_answered_is_what_the_actor_scores(run, runs_in, tmp_path):
+    before = set(threading.enumerate())
+    settings = {f"{AGENT}function": f"{EXAMPLES / 'agent_urllib.py'}:solve", f"{AGENT}runs_in": runs_in}
+    trainer, steps = run(**SETTINGS, **settings)
+    assert trainer.metrics["training/rollout_probs_diff_max"] < 1e-6
+    assert trainer.metrics["num_turns/mean"] == 4 and trainer.metrics["critic/rewards/max"] > 0
+    assert all(row["output"].count("user\nDigits only!") == 1 for rows in steps for row in rows)
+    assert [[row["output"] for row in rows] for rows in steps] == [
+        [row["output"] for row in rows] for rows in run(**SETTINGS, **settings)[1]
+    ]
+    left = [thread.name for thread in set(threading.enumerate()) - before]
+    assert "agent" not in left
+
+
+def test_a_rewritten_history_trains_several_rows_of_a_trajectory(run, tmp_path):
+    (tmp_path / "others.py").write_text(OTHERS)
+    trainer, steps = run(**SETTINGS, **{f"{AGENT}function": f"{tmp_path / 'others.py'}:rewrites"})
+    assert trainer.metrics["training/rollout_probs_diff_max"] < 1e-6
+    for row in steps[0]:
+        assert row["num_rows"] == 3 and [turn["row"] for turn in row["turns"] if turn.get("generated")] == [0, 1, 1, 2]
+        assert row["score"] == 0.75 and row["status"] == "completed"
+
+
+def test_an_agent_that_fails_takes_its_own_episode_only(run, tmp_path):
+    (tmp_path / "others.py").write_text(OTHERS)
+    settings = {f"{AGENT}function": f"{tmp_path / 'others.py'}:fails_at_times", "env__max_error_share": 0.9}
+    trainer, steps = run(**SETTINGS, **settings, trainer__total_training_steps=1)
+    assert "critic/rewards/mean" in trainer.metrics
+    failed = [row for row in steps[0] if row["status"] == "error"]
+    assert len(failed) == 4 and all("KeyError: 'no such thing'" in row["error"] for row in failed)
+    assert [row["score"] for row in steps[0] if row["status"] != "error"] == [0.5] * 12
+    with pytest.raises(RuntimeError, match="openai_agent.*KeyError: 'no such thing'"):
+        run(**SETTINGS, **settings, env__on_error="stop")
+
+
+@pytest.mark.learning
+@pytest.mark.parametrize("file", ["agent.py", "agent_urllib.py"])
+def test_an_agent_outside_learns(file, tmp_path, monkeypatch):
+    if file == "agent.py":
+        pytest.importorskip("openai")
+    settings = {**TINY, **SETTINGS, f"{AGENT}function": f"{EXAMPLES / file}:solve", f"{ROLLOUT}__mode": "async"}
+    del settings[f"{ROLLOUT}__calculate_log_probs"]
+    check_learned("agent outside", rewards_of(tmp_path, monkeypatch, **settings))
