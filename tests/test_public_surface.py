@@ -17,7 +17,8 @@ with open(Path(__file__).parent / "public_names.tsv", encoding="utf-8") as table
 """What recipes and examples of verl import: name -> its parameters and methods, "-" where none are known."""
 
 NOT_BUILT = {  # name, or the module it is in -> the words that say which feature it belongs to
-    "verl.experimental.agent_loop.tool_agent_loop": "multi-turn rollouts with tools",
+    "verl.experimental.agent_loop.tool_agent_loop.AgentData": "state machine",
+    "verl.experimental.agent_loop.tool_agent_loop.AgentState": "state machine",
     "verl.models.mcore": "Megatron",
     "verl.models.transformers.monkey_patch": "patches of transformers models",
     "verl.third_party": "copies of engine internals",
@@ -25,8 +26,8 @@ NOT_BUILT = {  # name, or the module it is in -> the words that say which featur
     "verl.utils.vllm": "rollout engines",
     "verl.utils.vllm_utils": "rollout engines",
     "verl.workers.actor": "DataParallelPPOActor",
-    "verl.workers.rollout.async_server": "multi-turn rollouts with tools",
-    "verl.workers.rollout.schemas": "multi-turn rollouts with tools",
+    "verl.workers.rollout.async_server": "schedulers and callbacks",
+    "verl.workers.rollout.schemas": "schedulers and callbacks",
     "verl.workers.rollout.vllm_rollout": "rollout engines",
     "verl.workers.sharding_manager": "sharding managers",
 }
@@ -44,7 +45,7 @@ OTHER_METHODS = {
 
 
 def feature_of(name: str) -> str | None:
-    return next((words for prefix, words in NOT_BUILT.items() if name.startswith(f"{prefix}.")), None)
+    return next((words for prefix, words in NOT_BUILT.items() if f"{name}.".startswith(f"{prefix}.")), None)
 
 
 HERE = [name for name in NAMES if feature_of(name) is None]

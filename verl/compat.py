@@ -26,6 +26,7 @@ ADDRESSES: dict[str, str] = {
     "verl.experimental.agent_loop": "verl.agents",
     "verl.experimental.agent_loop.agent_loop": "verl.agents",
     "verl.experimental.agent_loop.single_turn_agent_loop": "verl.agents",
+    "verl.experimental.agent_loop.tool_agent_loop": "verl.agents.tool_agent",
     "verl.experimental.agent_loop.tool_parser": "verl.agents.tool_parser",
     "verl.experimental.dataset.sampler": "verl.data.loader",
     "verl.experimental.dynamic_dataset.dynamicgen_dataset": "verl.data.dynamicgen_dataset",
@@ -85,7 +86,9 @@ FOLDERS: dict[str, str] = {
 """The same for all modules of a folder that keep their last name."""
 
 _SFT, _RM = "verl.utils.dataset.sft_dataset", "verl.utils.dataset.rm_dataset"
+_TOOL_LOOP = "verl.experimental.agent_loop.tool_agent_loop"
 NAMES_NOT_BUILT: dict[str, dict[str, str]] = {
+    "verl.agents.tool_agent": {name: f"{_TOOL_LOOP}.{name}" for name in ("AgentData", "AgentState")},
     "verl.data": {"SFTDataset": _SFT, "MultiTurnSFTDataset": _SFT, "RMDataset": _RM},
     "verl.config": {
         **dict.fromkeys(

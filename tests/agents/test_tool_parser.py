@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.support.tiny_models import make_tokenizer
-from verl.agents.tool_parser import FunctionCall, ToolParser, get_tool_parser, tool_formats
+from verl.agents.tool_parser import TOOL_FORMATS, FunctionCall, ToolParser, get_tool_parser
 
 SCHEMA = {
     "type": "function",
@@ -280,7 +280,7 @@ def test_harmony_parts_thinking_calls_and_the_answer():
 def test_an_unknown_format_is_told_with_those_that_exist():
     with pytest.raises(ValueError, match="'hermess'.*hermes.*Did you mean"):
         get_tool_parser("hermess", PLAIN)
-    assert set(FORMATS) <= set(tool_formats())
+    assert set(FORMATS) <= set(TOOL_FORMATS)
 
 
 def test_verls_interface_reads_and_writes_arguments_as_json_text():
@@ -304,9 +304,22 @@ def test_a_users_parser_of_verls_interface_is_used_from_within_a_running_loop():
     try:
         _, [good, bad] = asyncio.run(turn())
     finally:
-        del ToolParser._formats["shout"]
+        del TOOL_FORMATS["shout"]
     assert (good.name, good.arguments) == ("F", {"a": 1})
     assert bad.arguments is None and "no JSON" in bad.error
+
+
+def test_a_users_parser_is_found_in_its_file(tmp_path):
+    file = tmp_path / "mine.py"
+    file.write_text(
+        "from verl.agents.tool_parser import ToolCall, ToolParser\n"
+        "class Mine(ToolParser):\n"
+        "    def parse(self, token_ids, text, tools=()):\n"
+        "        return '', [ToolCall(text, {})]\n"
+    )
+    assert get_tool_parser(f"{file}:Mine", PLAIN).parse([], "f")[1][0].name == "f"
+    with pytest.raises(TypeError, match="no subclass"):
+        get_tool_parser(f"{file}:ToolCall", PLAIN)
 
 
 def test_a_parser_that_parses_nothing_is_refused():

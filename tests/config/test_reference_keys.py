@@ -64,7 +64,7 @@ critic.optim.betas critic.optim.eps critic.optim.num_cycles critic.optim.optimiz
 critic.optim.lr_wsd_decay_steps critic.optim.lr_wsd_decay_style
 custom_reward_function.reward_kwargs data.apply_chat_template_kwargs data.cache_dir data.gen_batch_size data.seed
 data.bad_rows data.max_prompt_id_length data.messages_key data.mixture data.prompt_id_key data.train_max_samples
-data.val_max_samples data.domains
+data.val_max_samples data.domains data.tool_config_path data.function_tool_path data.need_tools_kwargs
 ray_init.env ray_init.include_dashboard ray_init.object_store_memory_mb
 reward_model.model.fsdp_config.mixed_precision reward_model.model.fsdp_config.model_dtype
 reward_model.model.fsdp_config.offload_policy reward_model.model.fsdp_config.optimizer_offload

@@ -26,7 +26,16 @@ GROUPS = ["env.train.tags=[FrozenLake]", "trainer.total_training_steps=3"]
 RM = ["reward_model.enable=true", "reward_model.micro_batch_size_per_gpu=2", "data.return_raw_chat=true"]
 RM_IDS = [*RM, "reward_model.model.input_tokenizer=null"]
 
+TURNS = f"{ROLLOUT}.multi_turn"
+
 BAD = {
+    "an agent of tools without tools": (
+        [f"{ROLLOUT}.mode=async", f"{ROLLOUT}.agent.default_agent_loop=tool_agent"], "an agent loop without tools"),
+    "a conversation with nobody": (
+        [f"{ROLLOUT}.mode=async", f"{ROLLOUT}.agent.default_agent_loop=interaction_agent"], "no simulated user"),
+    "prompts measured with other tools than they show": (
+        [f"{TURNS}.enable=true", f"{TURNS}.tool_config_path=a.yaml", "data.tool_config_path=b.yaml"],
+        "data.tool_config_path=b.yaml differs from"),
     "judge without a name": (["reward_model.judge.url=http://h/v1"], "name the model as the server knows it"),
     "an unknown key of an environment": (["env.registry.a.typ=b"], "env.registry.a.typ is not an option"),
     "more tags than groups": (
@@ -328,8 +337,8 @@ def test_a_bad_configuration_is_refused(case):
 def test_every_error_is_raised_by_some_case():
     validators = {check.name: check.function for check in VALIDATORS if check.severity == "error"}
     untouched = set(validators) - {"unsupported_values", "unknown_names"}
-    # a temperature that no command line can give
-    greedy = PPOConfig().with_values({f"{ROLLOUT}.n": 2, f"{ROLLOUT}.temperature": 0.0})
+    # settings that no command line can give
+    greedy = PPOConfig().with_values({f"{ROLLOUT}.n": 2, f"{ROLLOUT}.temperature": 0.0, f"{TURNS}.enable": True})
     cases = [*(words for words, _ in BAD.values()), *([ZERO, *words] for words, _ in BAD_ZERO)]
     for config in (greedy, *(loaded_with(*words).config for words in cases)):
         untouched -= {name for name in untouched if list(validators[name](config))}
@@ -363,7 +372,6 @@ def test_a_tree_made_by_hand_is_checked_too():
 
 UNBUILT = [
     f"{ROLLOUT}.name=server",
-    f"{ROLLOUT}.multi_turn.enable=true", f"{ROLLOUT}.multi_turn.format=llama",
     f"{ROLLOUT}.agent.num_workers=2", f"{ROLLOUT}.load_format=tensorizer",
     "trainer.profile_steps=[1]", "trainer.worker_nsight_options.kill=sigterm",
     "trainer.npu_profile.options.level=level2", "actor_rollout_ref.profiler.ranks=[0]",

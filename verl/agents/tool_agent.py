@@ -6,6 +6,7 @@ from typing import Any
 
 from verl.agents.base import at_close, register
 from verl.agents.episode import AssistantTurn, ConversationEnvironment, EpisodeLoop, Reply, ToolCall
+from verl.compat import missing
 from verl.config.rollout import MultiTurnConfig
 from verl.tools.calls import CallOutcome, CallResult
 from verl.tools.toolbox import RowToolbox, close_toolboxes, toolbox_of
@@ -150,3 +151,7 @@ class ToolAgentLoop(EpisodeLoop):
         env = self.config.env
         path = self.config.actor_rollout_ref.rollout.multi_turn.interaction_config_path
         return InteractionSession.of_row(path, row, start_timeout=env.reset_timeout, answer_timeout=env.step_timeout)
+
+
+def __getattr__(name: str) -> Any:
+    raise missing(__name__, name)

@@ -9,8 +9,9 @@ import json
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
+from verl.utils.import_utils import load_extern_type, split_file_name
 from verl.utils.py_functional import excerpt, nearest_name
 
 Schemas = Sequence[Mapping[str, Any]]
@@ -38,14 +39,18 @@ class FunctionCall:
     arguments: str
 
 
+TOOL_FORMATS: dict[str, type["ToolParser"]] = {}
+"""Parsers by name; `ToolParser.register` adds to them."""
+
+FORMAT_KEY = "actor_rollout_ref.rollout.multi_turn.format"
+
+
 class ToolParser:
     """Parser of one format of tool calls. A subclass overrides `extract_tool_calls` (verl's interface), or `parse`.
 
     Args:
         tokenizer: the policy's.
     """
-
-    _formats: ClassVar[dict[str, type["ToolParser"]]] = {}
 
     def __init__(self, tokenizer: Any):
         self.tokenizer = tokenizer
@@ -60,20 +65,31 @@ class ToolParser:
                     f"ToolParser.register({name!r}): {parser.__name__} overrides neither extract_tool_calls nor parse. "
                     "Write one of them."
                 )
-            cls._formats[name] = parser
+            TOOL_FORMATS[name] = parser
             return parser
 
         return enter
 
     @classmethod
     def get_tool_parser(cls, name: str, tokenizer: Any) -> "ToolParser":
-        """Return the parser of this format.
+        """Return the parser of this format, a registered name or ``FILE.py:CLASS``.
 
         Raises:
             ValueError: no parser has this name; lists those that exist.
+            TypeError: the class is no parser.
         """
-        check_format(name)
-        return cls._formats[name](tokenizer)
+        if in_file := split_file_name(name):
+            found = load_extern_type(*in_file)
+            if not (isinstance(found, type) and issubclass(found, ToolParser)):
+                raise TypeError(f"{FORMAT_KEY}={name} is no subclass of verl.agents.tool_parser.ToolParser.")
+            return found(tokenizer)
+        if name not in TOOL_FORMATS:
+            known = sorted(TOOL_FORMATS)
+            raise ValueError(
+                f"{FORMAT_KEY}={name!r} is not a known format of tool calls; known are {', '.join(known)}."
+                f"{nearest_name(name, known)} Give the file of yours, FILE.py:CLASS."
+            )
+        return TOOL_FORMATS[name](tokenizer)
 
     def parse(self, token_ids: Sequence[int], text: str, tools: Schemas = ()) -> tuple[str, list[ToolCall]]:
         """Split a turn into its content and its tool calls.
@@ -104,22 +120,6 @@ class ToolParser:
 def get_tool_parser(format: str, tokenizer: Any) -> ToolParser:
     """Return the parser of this format. Raises ValueError for an unknown one."""
     return ToolParser.get_tool_parser(format, tokenizer)
-
-
-def check_format(name: str) -> None:
-    """Raise ValueError unless a parser of this name exists."""
-    known = tool_formats()
-    if name not in known:
-        raise ValueError(
-            f"actor_rollout_ref.rollout.multi_turn.format={name!r} is not a known format of tool calls; known are "
-            f"{', '.join(known)}.{nearest_name(name, known)} Register yours with verl.agents.tool_parser.ToolParser."
-            "register, in a module of actor_rollout_ref.model.external_lib."
-        )
-
-
-def tool_formats() -> list[str]:
-    """Return the names of all formats, sorted."""
-    return sorted(ToolParser._formats)
 
 
 def _refuse_constant(name: str) -> Any:

@@ -162,6 +162,16 @@ class DataConfig(Config):
     apply_chat_template_kwargs: dict[str, Any] = option({})
     """Free-form: arguments of the tokenizer's chat template, enable_thinking for example."""
 
+    tool_config_path: str | None = None
+    """Tools that prompts are measured with; follows ``multi_turn.tool_config_path``, whose schemas the chat template
+    shows."""
+
+    function_tool_path: str | None = None
+    """The same for ``multi_turn.function_tool_path``."""
+
+    need_tools_kwargs: bool = False
+    """Warn of rows without ``extra_info.tools_kwargs``. A row's own ``extra_info.need_tools_kwargs`` goes before."""
+
     @property
     def prompts_per_step(self) -> int:
         """Prompts one training step takes from the loader; with ``algorithm.filter_groups``, at a time."""

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 from verl.config.base import MISSING, Config, ConfigError, ConfigWarning, Problem
 from verl.config.command_line import check_overrides, locate, parse, print_help, print_tree, unknown_key
 from verl.config.compose import CONFIG_DIR, compose, search_folders
+from verl.config.conversations import hold_conversations
 from verl.config.environments import follow_environments, follow_normalization
 from verl.config.legacy import (
     asks_for_nothing,
@@ -287,6 +288,7 @@ def interpret(
     empty += drop_empty_requests(tree, given, root, defaults)  # which stood at another name
     # after old names became new ones, and before values are resolved: others may follow these
     messages += adopt_adapter(tree, given, composed)
+    turned = hold_conversations(tree, given, partial(_peek, tree, composed))
     follow_environments(tree, given, partial(_peek, tree, composed))
     follow_normalization(tree, given, partial(_peek, tree, composed))
     open_servers(tree, given, composed)
@@ -295,7 +297,7 @@ def interpret(
     spread_clip_ratio(tree, given)
     if messages:
         messages = ["old names were understood: " + "; ".join(dict.fromkeys(messages))]
-    messages += features
+    messages += turned + features
     for key in differing(tree, before):
         with open_dict(composed):
             OmegaConf.update(composed, key, at_key(tree, key), force_add=True)

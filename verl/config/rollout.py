@@ -8,6 +8,9 @@ from verl.batch import MicroBatching
 from verl.config.base import Config, ReadIf, option, read_if, section
 
 _SERVED = read_if("actor_rollout_ref.rollout.mode", "async", remark="samples a batch in one call, without servers")
+_CONVERSES = read_if(
+    "actor_rollout_ref.rollout.mode", "async", remark="generates one turn; set multi_turn.enable=true for more"
+)
 _STOPS = read_if("actor_rollout_ref.rollout.ignore_eos", "false", remark="goes on after any token")
 
 
@@ -50,19 +53,23 @@ class SamplingConfig(Config):
 
 @dataclass
 class MultiTurnConfig(Config):
-    """Conversations of several turns, with tools or a simulated user."""
+    """Conversations of several turns, with tools or a simulated user; limits of all agent loops."""
+
+    _read_if: ClassVar[ReadIf] = _CONVERSES
 
     enable: bool = False
-    """Hold conversations of several turns."""
+    """Hold conversations of several turns: sets ``rollout.mode=async``, and rows without ``agent_name`` are generated
+    by ``tool_agent`` where tools are named, else by ``interaction_agent``. False: only rows with such an
+    ``agent_name``."""
 
-    max_assistant_turns: int | None = None
+    max_assistant_turns: int | None = option(None, above=0)
     """Turns of the model at most."""
 
     tool_config_path: str | None = None
-    """YAML file with the tools."""
+    """YAML file with the tools: ``tools: [{class_name, config, tool_schema}]``."""
 
-    max_user_turns: int | None = None
-    """Turns of the user at most."""
+    max_user_turns: int | None = option(None, above=0)
+    """Answers to the model at most, of a user or an environment."""
 
     max_parallel_calls: int = option(1, above=0)
     """Tool calls of one turn that are answered; the others get an answer that says so."""
@@ -94,7 +101,8 @@ class MultiTurnConfig(Config):
     """Part of a longer answer that is kept: its head (``left``), its tail (``right``), or both ends."""
 
     interaction_config_path: str | None = None
-    """YAML file with the simulated users."""
+    """YAML file with the simulated users: ``interaction: [{name, class_name, config}]``; a row's
+    ``extra_info.interaction_kwargs.name`` chooses one."""
 
     use_inference_chat_template: bool = False
     """At each turn the policy reads what the chat template renders of all messages, as in inference, and where that is
@@ -107,7 +115,8 @@ class MultiTurnConfig(Config):
     those of whitespace too; ``disable``: all, and tools that the template does not show."""
 
     format: str = "hermes"
-    """Format of the model's tool calls."""
+    """Format of the model's tool calls: ``hermes`` (Qwen2.5, Qwen3), ``llama3_json``, ``qwen3_coder`` (and Qwen3.5),
+    ``glm``, ``gpt-oss``, ``mistral``; one of yours by its registered name, or as FILE.py:CLASS."""
 
 
 @dataclass
@@ -154,7 +163,8 @@ class AgentConfig(Config):
     """Processes that run agent loops. Not built yet: they all run in the driver, in one event loop."""
 
     default_agent_loop: str = "single_turn_agent"
-    """Agent loop of the rows that have no ``agent_name`` column."""
+    """Agent loop of the rows that have no ``agent_name``. With ``multi_turn.enable`` and unless given: ``tool_agent``
+    or ``interaction_agent``, by the tools and users that are named."""
 
     agent_loop_config_path: str | None = None
     """Your agent loops: a Python file that registers them, or a YAML list of ``{name, _target_, ...}``, where
@@ -442,6 +452,9 @@ class RolloutTraits(NamedTuple):
 
 SINGLE_TURN = "single_turn_agent"
 """The agent loop that does what ``rollout.mode=sync`` does."""
+
+AGENT_LOOPS = (SINGLE_TURN, "tool_agent", "interaction_agent", "env_agent", "openai_agent")
+"""Agent loops that come with this package."""
 
 
 def needs_agent_loops(mode: str, names: Iterable[str]) -> str | None:

@@ -20,6 +20,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 from verl.data.rl_dataset import DataError, RLHFDataset, collate_fn
 from verl.data.table import leave_out
+from verl.data.tokenization import ToolSchemas
 from verl.utils.import_utils import load_extern_type
 
 
@@ -216,12 +217,15 @@ def build_dataset(
     processor: "ProcessorMixin | None" = None,
     is_train: bool = True,
     max_samples: int = -1,
+    tool_schemas: ToolSchemas | None = None,
 ) -> PromptDataset:
     """Build the dataset over ``files``: :class:`RLHFDataset`, or the class of ``data.custom_cls.{path,name}``.
 
     Args:
         is_train: use ``data.train_max_samples`` and ``data.datagen``; else ``data.val_max_samples``.
         max_samples: at most this many rows, instead of those options; -1: use the options.
+        tool_schemas: of the tools that prompts show; a class of the user's that is no :class:`RLHFDataset` does
+            without.
 
     Raises:
         DataError: with ``truncation=error``, some prompts are too long; lists them now instead of when training
@@ -246,7 +250,13 @@ def build_dataset(
             f"data.{key}={most}: the class {dataset_cls.__name__} of data.custom_cls takes no max_samples. Let "
             "its __init__ take that argument, or leave the option at -1."
         )
-    dataset = dataset_cls(data_files=files, tokenizer=tokenizer, processor=processor, config=config, **arguments)
+    if tool_schemas is not None and issubclass(dataset_cls, RLHFDataset):
+        # prompts are measured within __init__, and that of a user's class need not know this argument
+        dataset = dataset_cls.__new__(dataset_cls)
+        dataset.tool_schemas = tool_schemas
+        dataset.__init__(data_files=files, tokenizer=tokenizer, processor=processor, config=config, **arguments)
+    else:
+        dataset = dataset_cls(data_files=files, tokenizer=tokenizer, processor=processor, config=config, **arguments)
     # a class of the user's may read other columns
     if type(dataset).__module__.startswith("verl.data."):
         _check_columns(dataset, config)

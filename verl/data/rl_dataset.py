@@ -33,6 +33,7 @@ from verl.data.tokenization import (
     CACHED_FROM,
     AllPrompts,
     TokenIds,
+    ToolSchemas,
     as_messages,
     cache_key,
     encode,
@@ -130,6 +131,9 @@ class RLHFDataset(Dataset):
         DataError: a column is missing or a row cannot be used; names file and row.
         NotImplementedError: a row has videos, and the model's processor does not support them.
     """
+
+    tool_schemas: ToolSchemas | None = None
+    """Tools that the prompts show, with which they are rendered and measured; set before ``__init__`` runs."""
 
     def __init__(
         self,
@@ -296,7 +300,7 @@ class RLHFDataset(Dataset):
 
         text = None
         if self._token_ids is None or self.return_full_prompt:
-            text = self._prompt_text(prompt, item)
+            text = self._prompt_text(prompt, item, **self._shown_tools(row, item))
         if any(media.values()):
             encoded = self._media.encode(text, media, where)
         else:
@@ -377,14 +381,24 @@ class RLHFDataset(Dataset):
         """Keyword arguments of a subclass's `_build_messages`: some releases of verl pass it the column."""
         return {"key": self.prompt_key} if "key" in inspect.signature(self._build_messages).parameters else {}
 
-    def _prompt_text(self, prompt: list[dict[str, Any]] | str, item: int) -> str:
+    def _shown_tools(self, row: Mapping[str, Any], item: int) -> dict[str, Any]:
+        """Return the template's argument ``tools`` for this row; nothing where it has none."""
+        if self.tool_schemas is None:
+            return {}
         try:
-            return render(prompt, self.tokenizer, self.prompt_key, self.chat_template_kwargs)
+            tools = self.tool_schemas(dict(row))
+        except ValueError as error:
+            raise DataError(f"{self._where(item)}: {error}") from error
+        return {"tools": tools} if tools else {}
+
+    def _prompt_text(self, prompt: list[dict[str, Any]] | str, item: int, **arguments: Any) -> str:
+        try:
+            return render(prompt, self.tokenizer, self.prompt_key, {**self.chat_template_kwargs, **arguments})
         except jinja2.TemplateError as error:
             raise DataError(f"{self._where(item)}: {template_error(prompt, self.tokenizer, error)}") from error
 
     def _text(self, row: dict[str, Any], item: int) -> str:
-        return self._prompt_text(self._messages(row, item), item)
+        return self._prompt_text(self._messages(row, item), item, **self._shown_tools(row, item))
 
     def _encode(self, texts: list[str]) -> list[list[int]]:
         return encode(texts, self.tokenizer)
@@ -395,7 +409,7 @@ class RLHFDataset(Dataset):
     # all rows --------------------------------------------------------------------------------------------------
 
     def _all_prompts(self) -> AllPrompts:
-        column = self.prompt_key if self._reads_prompt_column() else None
+        column = self.prompt_key if self._reads_prompt_column() and self.tool_schemas is None else None
         encode_texts = partial(encode_many, tokenizer=self.tokenizer)
         return AllPrompts(self.dataframe, column, self._text, self._num_tokens, encode_texts, self.num_workers)
 
@@ -403,7 +417,7 @@ class RLHFDataset(Dataset):
         where = partial(self._where, item)
         prompt, media = self._messages(row, item), self._media.read(row, where, pixels=False)
         self._media.check(prompt, media, where)
-        text = self._prompt_text(prompt, item)
+        text = self._prompt_text(prompt, item, **self._shown_tools(row, item))
         return self._media.num_tokens(text, media) if any(media.values()) else len(self._encode([text])[0])
 
     def _tokenize_all(self) -> TokenIds:
@@ -416,9 +430,9 @@ class RLHFDataset(Dataset):
 
     def _cache_folder(self) -> str | None:
         """Return the folder of the cached token ids, or None for few rows and prompts that must not be cached."""
-        # the cache does not know what a subclass does to a prompt
+        # the cache does not know what a subclass does to a prompt, nor the tools of a row
         is_overridden = type(self)._build_messages is not RLHFDataset._build_messages
-        is_overridden |= type(self)._prompt_text is not RLHFDataset._prompt_text
+        is_overridden |= type(self)._prompt_text is not RLHFDataset._prompt_text or self.tool_schemas is not None
         if is_overridden or not isinstance(self.dataframe, RowTable) or len(self.dataframe) < CACHED_FROM:
             return None
         rows = self.dataframe.positions()

@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 
 Prompt = list[dict[str, Any]] | str
 Row = dict[str, Any]
+ToolSchemas = Callable[[Row], list[dict[str, Any]]]
+"""Row -> OpenAI schemas of the tools that its prompt shows. Raises ValueError for a row that cannot have its tools."""
 
 _FORMAT = "1"
 """Version of the cache; changes when its content, or the rendering of prompts, does."""

@@ -11,17 +11,16 @@ import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partialmethod
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from verl.config.base import did_you_mean, get_path
 from verl.config.ppo import PPOConfig
-from verl.config.rollout import SINGLE_TURN, needs_agent_loops
 from verl.data.files import hub_parts
 from verl.data.table import DataError, RowTable
 from verl.data.vision import ImagePrompts, MediaColumns, mismatched_rows
+from verl.preflight.agents import check_agents, check_users, shown_tools
 from verl.preflight.models import is_available, missing_dataset
 from verl.preflight.report import Finding, Level
 from verl.preflight.rows import (
@@ -49,6 +48,7 @@ from verl.utils.py_functional import convert_to_regular_types, nearest_name
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
 
 __all__ = ["Limits", "Preview", "Prompt", "preview"]
 
@@ -171,7 +171,8 @@ def preview(config: PPOConfig, limits: Limits | None = None, has_scorer: bool = 
     _count_usable(config, found)
     if has_scorer and limits.scored:
         _rewards(config, table, found, limits)
-    _agents(config, found)
+    check_agents(config, found)
+    check_users(config, found)
     found.seconds = time.monotonic() - begin
     return found
 
@@ -313,7 +314,7 @@ def _prompts(
             found.prompts.append(Prompt(table.where(position), "\n".join(lines), None))
         found.lengths = Lengths.of("bytes", rows.sizes, int(rows.sizes.max()))
         return
-    prompts = Prompts(table, data, tokenizer, processor)
+    prompts = Prompts(table, data, tokenizer, processor, shown_tools(config, found))
     # counting an image opens it
     num_counted = limits.tokens if not prompts.kinds or limits.tokens is None else min(limits.tokens, _IMAGE_ROWS)
     try:
@@ -410,44 +411,6 @@ def _count_usable(config: PPOConfig, found: Preview) -> None:
         if count is not None and filters and found.overlong_of.get(key):
             count = count - found.overlong_of[key] if found.lengths.is_overlong_exact and cap < 0 else None
         found.usable[key] = count if count is None or cap < 0 else min(count, cap)
-
-
-def _agents(config: PPOConfig, found: Preview) -> None:
-    """Check that the agent loops named by the rows and the configuration are registered."""
-    rollout = config.actor_rollout_ref.rollout
-    if rollout.mode != "async":
-        if text := needs_agent_loops(rollout.mode, found.rows.agents):
-            found.error(text, "data.train_files", "actor_rollout_ref.rollout.mode")
-        return
-    if config.actor_rollout_ref.model.external_lib or os.environ.get("VERL_USE_EXTERNAL_MODULES"):
-        return  # a module of the user's registers what it likes
-    known, section = {SINGLE_TURN, "openai_agent"}, "actor_rollout_ref.rollout.agent"
-    path = rollout.agent.agent_loop_config_path
-    if path:
-        file = Path(path).expanduser()
-        if not file.is_file() or file.suffix not in (".yaml", ".yml"):
-            return  # so does a Python file
-        import yaml
-
-        try:
-            entries = yaml.safe_load(file.read_text(encoding="utf-8"))
-        except (yaml.YAMLError, UnicodeDecodeError) as error:
-            key, reason = f"{section}.agent_loop_config_path", " ".join(str(error).split())
-            found.error(f"{key}={path} is not YAML: {reason}.", key)
-            return
-        entries = entries if isinstance(entries, list) else [entries]
-        known |= {entry["name"] for entry in entries if isinstance(entry, dict) and isinstance(entry.get("name"), str)}
-    key = f"{section}.default_agent_loop"
-    named = [(rollout.agent.default_agent_loop, f"{key}={rollout.agent.default_agent_loop}", key)]
-    named += [(name, f"agent_name={name!r} of {n} rows", "data.train_files") for name, n in found.rows.agents.items()]
-    for name, setting, option in named:
-        if name not in known:
-            hint = did_you_mean(str(name), sorted(known)).rstrip("?")
-            found.error(
-                f"{setting} is not a known agent loop{hint}; known are {', '.join(sorted(known))}. Register yours in "
-                f"the file of {section}.agent_loop_config_path.",
-                option,
-            )
 
 
 # -- Rewards: the run's reward function on rows of each data source, with right and wrong answers ----------------------

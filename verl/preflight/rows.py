@@ -33,7 +33,7 @@ from verl.data.table import (
     known_roles,
     parse_messages,
 )
-from verl.data.tokenization import as_messages, encode_many, render, template_error
+from verl.data.tokenization import ToolSchemas, as_messages, encode_many, render, template_error
 from verl.data.vision import ImagePrompts, MediaColumns, open_image
 from verl.utils.tokenizer import hf_processor, hf_tokenizer, set_chat_template
 
@@ -109,6 +109,8 @@ class RowStatistics:
     """Chat template marker -> prompts that contain it."""
     agents: Counter = field(default_factory=Counter)
     """``agent_name`` -> rows."""
+    users: Counter = field(default_factory=Counter)
+    """``extra_info.interaction_kwargs.name`` -> rows."""
     bad_positions: dict[int, str] = field(default_factory=dict)
     """Position -> why the row cannot be used; `finish_checks` adds these to ``bad``."""
 
@@ -255,6 +257,7 @@ def check_ground_truths(
         agents = part["agent_name"].to_pylist() if "agent_name" in part.column_names else nothing
         stats.sources.update(map(str, sources))
         stats.agents.update(name for name in agents if name is not None)
+        stats.users.update(_user_names(part))
         has_field, has_truth, is_model = _ground_truth_states(part)
         lacking = ~has_field | (~has_truth & ~is_model & is_built_in)
         for row, source in enumerate(sources):
@@ -269,6 +272,16 @@ def check_ground_truths(
                 bad[position] = "; ".join([*([bad[position]] if position in bad else []), *reasons])
         start += part.num_rows
     stats.rows_of = {source: np.array(rows, np.int64) for source, rows in rows_of.items()}
+
+
+def _user_names(part: pa.Table) -> list[str]:
+    """Return the interactions that rows name, in ``extra_info.interaction_kwargs.name``."""
+    column = part["extra_info"].combine_chunks() if "extra_info" in part.column_names else None
+    for name in ("interaction_kwargs", "name"):
+        if column is None or not pa.types.is_struct(column.type) or column.type.get_field_index(name) < 0:
+            return []
+        column = pc.struct_field(column, name)
+    return [str(name) for name in column.to_pylist() if name is not None]
 
 
 def _ground_truth_states(part: pa.Table) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -419,6 +432,7 @@ class Prompts:
 
     Args:
         processor: of the model; None: images and videos are not counted.
+        tool_schemas: of the tools that prompts show; None: they show none.
 
     Attributes:
         tokens: position -> tokens, of the prompts counted so far.
@@ -432,8 +446,9 @@ class Prompts:
         data: DataConfig,
         tokenizer: PreTrainedTokenizerBase,
         processor: ImagePrompts | None = None,
+        tool_schemas: ToolSchemas | None = None,
     ):
-        self.table, self.data, self.tokenizer = table, data, tokenizer
+        self.table, self.data, self.tokenizer, self.tool_schemas = table, data, tokenizer, tool_schemas
         self.media = MediaColumns(processor, {"image": data.image_key, "video": data.video_key})
         self.kinds = [kind for kind, _ in self.media.kinds(table.column_names)]
         self.tokens: dict[int, int] = {}
@@ -443,15 +458,19 @@ class Prompts:
     def texts(self, positions: Sequence[int]) -> dict[int, str]:
         """Return the rendered prompts by position; those that the template refuses go to ``refused``."""
         texts = {}
-        prompts = self.table.select(positions).column(prompt_column(self.data))
-        for position, prompt in zip(positions, prompts, strict=True):
+        part = self.table.select(positions)
+        prompts = part.column(prompt_column(self.data))
+        rows = [{}] * len(positions) if self.tool_schemas is None else part
+        for position, prompt, row in zip(positions, prompts, rows, strict=True):
             messages = as_messages(read_prompt(prompt, self.data), self.tokenizer, self.kinds) or []
-            arguments = self.data.apply_chat_template_kwargs or {}
+            arguments = dict(self.data.apply_chat_template_kwargs or {})
             try:
+                if self.tool_schemas is not None and (tools := self.tool_schemas(row)):
+                    arguments["tools"] = tools
                 texts[position] = render(messages, self.tokenizer, prompt_column(self.data), arguments)
             except (jinja2.TemplateError, TypeError) as error:  # TypeError: a null content is added to a text
                 self.refused[position] = template_error(messages, self.tokenizer, error)
-            except DataError as error:
+            except ValueError as error:  # DataError, or a tool that there is not
                 self.refused[position] = str(error).rstrip(".")
         return texts
 

@@ -10,14 +10,26 @@ without which it is not read, stand with the option.
 from typing import Any
 
 from verl.config.base import Problem
-from verl.config.checks import base, batch, engine, environments, objective, rewards, run, sampling, support
+from verl.config.checks import (
+    base,
+    batch,
+    conversations,
+    engine,
+    environments,
+    objective,
+    rewards,
+    run,
+    sampling,
+    support,
+)
 from verl.config.checks.base import VALIDATORS, Severity, Validator, validator
 from verl.config.ppo import PPOConfig
 
 __all__ = ["VALIDATORS", "Validator", "find", "validator"]
 
 _ORDER = [
-    subject.__name__ for subject in (support, base, environments, batch, sampling, objective, rewards, engine, run)
+    subject.__name__
+    for subject in (support, base, conversations, environments, batch, sampling, objective, rewards, engine, run)
 ]
 VALIDATORS.sort(key=lambda check: _ORDER.index(check.subject))
 

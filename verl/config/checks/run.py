@@ -255,6 +255,12 @@ _PYTHON_FILES = (
     "data.sampler.class_path",
     "data.datagen.path",
     "actor_rollout_ref.rollout.agent.agent_loop_config_path",
+    "actor_rollout_ref.rollout.multi_turn.function_tool_path",
+)
+
+_YAML_FILES = (
+    "actor_rollout_ref.rollout.multi_turn.tool_config_path",
+    "actor_rollout_ref.rollout.multi_turn.interaction_config_path",
 )
 
 _DATA_ENDINGS = (".parquet", ".arrow", ".json", ".jsonl", ".csv")
@@ -266,6 +272,7 @@ _FUNCTIONS_IN_FILES = (
     "algorithm.adv_estimator",
     "actor_rollout_ref.actor.policy_loss.loss_mode",
     "reward_model.reward_manager",
+    "actor_rollout_ref.rollout.multi_turn.format",
 )
 
 
@@ -313,10 +320,11 @@ def _data_files(config: PPOConfig) -> Iterator[Problem]:
 
 
 def _python_files(config: PPOConfig) -> Iterator[Problem]:
-    for key in _PYTHON_FILES:
+    for key in (*_PYTHON_FILES, *_YAML_FILES):
         path = get_path(config, key)
         if path and not _is_remote(path) and not _exists(path):
-            yield Problem(key, f"{key}={path} does not exist (looked in {Path.cwd()}). Give a Python file.")
+            kind = "YAML" if key in _YAML_FILES else "Python"
+            yield Problem(key, f"{key}={path} does not exist (looked in {Path.cwd()}). Give a {kind} file.")
     for key in _FUNCTIONS_IN_FILES:
         name = get_path(config, key)
         path, _ = split_file_name(name) or (None, None)

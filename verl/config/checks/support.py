@@ -42,10 +42,11 @@ def registered(files: str, decorator: str) -> tuple[str, ...]:
 
     Args:
         files: pattern of paths below ``verl/``.
+        decorator: pattern of its name.
     """
     texts = (path.read_text(encoding="utf-8") for path in sorted(_PACKAGE.glob(files)))
     calls = [call for text in texts for call in re.findall(rf"^@{decorator}\((.*)\)$", text, re.MULTILINE)]
-    return tuple(name for call in calls for name in re.findall(r'"(\w+)"', call))
+    return tuple(name for call in calls for name in re.findall(r'"([\w-]+)"', call))
 
 
 @cache
@@ -129,7 +130,6 @@ class Names(NamedTuple):
     """FILE.py:NAME names one too."""
 
 
-_MULTI_TURN = "leave the section alone; single-turn rollouts work"
 _NO_PROFILER = "use py-spy or torch.profiler around the run; timing_s/* metrics are logged at every step"
 
 LIMITS: tuple[Limit, ...] = (
@@ -145,7 +145,6 @@ LIMITS: tuple[Limit, ...] = (
     ),
     Limit("trainer.device", "Ascend NPUs", "use cuda or cpu", ("cuda", "cpu")),
     # rollout
-    Limit(f"{ROLLOUT}.multi_turn.*", "multi-turn rollout", _MULTI_TURN),
     Limit(f"{ROLLOUT}.agent.num_workers", "agent loops in processes of their own", "leave it alone"),
     Limit(
         f"{ROLLOUT}.load_format",
@@ -170,6 +169,14 @@ LIMITS: tuple[Limit, ...] = (
 
 NAMES: tuple[Names, ...] = (
     Names(f"{ROLLOUT}.name", "rollout engine", ("hf", "vllm", "sglang"), ("sglang_async", "server", "trtllm")),
+    Names(
+        f"{ROLLOUT}.multi_turn.format",
+        "format of tool calls",
+        registered("agents/tool_formats.py", r"ToolParser\.register"),
+        ("deepseek_v4", "gemma4", "kimi", "minimax", "seed"),
+        registry=("verl.agents.tool_parser", "TOOL_FORMATS"),
+        may_be_in_file=True,
+    ),
     Names(
         "algorithm.adv_estimator",
         "advantage estimator",

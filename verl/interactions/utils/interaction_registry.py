@@ -26,13 +26,13 @@ def initialize_interactions_from_config(interaction_config_file: str) -> dict[st
         TypeError: a class is no interaction.
         ModuleNotFoundError: a class is in no module that can be imported.
     """
-    made: dict[str, BaseInteraction] = {}
-    for entry in _entries(interaction_config_file):
-        name, cls = _named_class(entry, interaction_config_file)
-        if name in made:
-            raise ValueError(f"{KEY}={interaction_config_file}: two interactions are named {name!r}. Rename one.")
-        made[name] = cls({"name": name, **dict(entry.get("config") or {})})
-    return made
+    classes = _classes(interaction_config_file)
+    return {name: cls({"name": name, **config}) for name, (cls, config) in classes.items()}
+
+
+def interaction_names(interaction_config_file: str) -> list[str]:
+    """Return the names of a file's interactions, whose classes are imported and not made. Raises as above."""
+    return list(_classes(interaction_config_file))
 
 
 @lru_cache(maxsize=8)
@@ -55,6 +55,17 @@ def select_interaction(interactions: Mapping[str, BaseInteraction], name: str | 
             f"{', '.join(interactions)}.{nearest_name(name, list(interactions))} Add it to that file."
         )
     return interactions[name]
+
+
+def _classes(path: str) -> dict[str, tuple[Any, dict[str, Any]]]:
+    """Return name -> (class, its ``config``) of a file's entries."""
+    found: dict[str, tuple[Any, dict[str, Any]]] = {}
+    for entry in _entries(path):
+        name, cls = _named_class(entry, path)
+        if name in found:
+            raise ValueError(f"{KEY}={path}: two interactions are named {name!r}. Rename one.")
+        found[name] = cls, dict(entry.get("config") or {})
+    return found
 
 
 def _entries(path: str) -> list[Mapping[str, Any]]:

@@ -361,6 +361,15 @@ def engine_metrics(group: Any) -> dict[str, float]:
 AGENT_COLUMN = "agent_name"
 
 
+def shown_tools(rollout: RolloutConfig) -> Any:
+    """Return what gives the schemas of a row's tools (`verl.tools.prompt_schemas`); None: no prompt shows tools."""
+    if rollout.mode != "async":
+        return None
+    from verl.tools.prompt_schemas import prompt_schemas  # loads what tools need only where there are agent loops
+
+    return prompt_schemas(rollout)
+
+
 def check_agent_names(config: PPOConfig, datasets: Iterable[Any]) -> None:
     """Refuse rows whose ``agent_name`` no agent loop of this run has; datasets that are not rows of files are left out.
 
@@ -385,9 +394,20 @@ def agent_name_problem(rollout: RolloutConfig, names: Iterable[Any]) -> str | No
 
     if path := rollout.agent.agent_loop_config_path:
         load_agent_loops(path)
-    for name in [*names, rollout.agent.default_agent_loop]:
+    loops = {*names, rollout.agent.default_agent_loop}
+    for name in sorted(loops):
         try:
             agent_loop(name)
         except ValueError as error:
             return str(error)
+    users = rollout.multi_turn.interaction_config_path
+    if "interaction_agent" in loops and not users:
+        return (
+            "rows with agent_name=interaction_agent need actor_rollout_ref.rollout.multi_turn.interaction_config_path, "
+            "which is null: no simulated user could answer. Name a YAML file of interactions."
+        )
+    if users:
+        from verl.interactions.utils.interaction_registry import interactions_of
+
+        interactions_of(users)  # what is wrong with the file is said before a model is loaded
     return None

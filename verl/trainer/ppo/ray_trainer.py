@@ -30,7 +30,7 @@ from verl.single_controller.background import BackgroundCall
 from verl.telemetry.memory import MemoryReport
 from verl.telemetry.metric import reduce_metrics
 from verl.telemetry.profiler import marked_timer
-from verl.trainer.buffer.rollout_buffer import RolloutBuffer, check_agent_names, engine_metrics, uids
+from verl.trainer.buffer.rollout_buffer import RolloutBuffer, check_agent_names, engine_metrics, shown_tools, uids
 from verl.trainer.ppo import core_algos
 from verl.trainer.ppo.core_algos import AdvantageEstimator
 from verl.trainer.ppo.experience import (
@@ -194,9 +194,12 @@ class RayPPOTrainer(RecipeNames):
     def _create_dataloader(self, train_dataset: Any, val_dataset: Any, collate_fn: Any, train_sampler: Any) -> None:
         """Set the loaders, and ``total_training_steps``."""
         data, trainer = self.config.data, self.config.trainer
+        schemas = shown_tools(self.config.actor_rollout_ref.rollout)
 
         def dataset(given: Any, files: Any, is_train: bool) -> Any:
-            return build_dataset(data, files, self.tokenizer, self.processor, is_train) if given is None else given
+            if given is not None:
+                return given
+            return build_dataset(data, files, self.tokenizer, self.processor, is_train, tool_schemas=schemas)
 
         has_validation = val_dataset is not None or typed_config(self.config).data.has_validation
 

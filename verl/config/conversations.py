@@ -1,0 +1,43 @@
+"""Options that conversations of several turns decide, set before others follow them."""
+
+from collections.abc import Callable
+from typing import Any
+
+from verl.config.tree import put_key
+
+ROLLOUT = "actor_rollout_ref.rollout"
+TURNS = f"{ROLLOUT}.multi_turn"
+DEFAULT_LOOP = f"{ROLLOUT}.agent.default_agent_loop"
+
+TOOLS = (f"{TURNS}.tool_config_path", f"{TURNS}.function_tool_path")
+"""Options that name tools; a conversation with tools may have a user too."""
+USERS = f"{TURNS}.interaction_config_path"
+
+
+def hold_conversations(tree: dict, given: set[str], peek: Callable[[str], Any]) -> list[str]:
+    """Let ``multi_turn.enable`` choose agent loops, as verl's recipes mean it, which leave ``rollout.mode`` alone.
+
+    Args:
+        tree: the composed tree; it is changed.
+        given: dotted keys the user set.
+        peek: value of a key, interpolations resolved; None if that fails.
+
+    Returns:
+        what became of options that say otherwise.
+    """
+    if peek(f"{TURNS}.enable") is not True:
+        return []
+    messages = []
+    if peek(f"{ROLLOUT}.mode") == "sync":
+        put_key(tree, f"{ROLLOUT}.mode", "async")
+        messages.append(f"{TURNS}.enable=true runs agent loops: {ROLLOUT}.mode=async is used instead of sync")
+    if not peek("data.return_raw_chat"):
+        put_key(tree, "data.return_raw_chat", True)
+        if "data.return_raw_chat" in given:
+            messages.append(f"{TURNS}.enable=true needs the messages of prompts: data.return_raw_chat=true is used")
+    if DEFAULT_LOOP not in given:
+        if any(peek(key) for key in TOOLS):
+            put_key(tree, DEFAULT_LOOP, "tool_agent")
+        elif peek(USERS):
+            put_key(tree, DEFAULT_LOOP, "interaction_agent")
+    return messages
