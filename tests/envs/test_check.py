@@ -44,6 +44,8 @@ import ctypes, os, random, time
 class Env:
     def reset(self, *, seed):
         return 'go', {}
+    def step(self, action):
+        return 'on', 0.0, False, False, {'success': False}
     def random_action(self, generator):
         return str(int(generator.integers(9)))
     BODY
@@ -88,6 +90,19 @@ def test_an_environment_that_begins_no_episode_is_a_fault(tmp_path):
         report.faults["raised"].text == "reset raised KeyError: 'no map'." and report.numbers()["ended"]["failed"] == 2
     )
     assert "reset raised" in text_of(report)
+
+
+def test_what_is_no_environment_or_takes_no_seed_is_told_how_to_be_one(tmp_path):
+    (tmp_path / "none.py").write_text("class Env: pass")
+    assert "no method reset and step" in check(f"{tmp_path}/none.py:Env").refused
+    report = check(written(tmp_path, "def reset(self): return 'go', {}"), episodes=1)
+    assert report.faults["raised"].text.endswith("Write it as def reset(self, *, seed, **task).")
+
+
+def test_an_environment_that_eats_memory_is_ended(tmp_path):
+    body = "def step(self, action): self.all = [bytearray(b'x' * 2**20) for _ in range(4000)]"
+    report = check(written(tmp_path, body), episodes=1, memory_mb=200)
+    assert "--memory-mb" in report.faults["memory"].text
 
 
 def test_a_hang_is_told_with_its_line(tmp_path):

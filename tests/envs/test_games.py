@@ -1,6 +1,7 @@
 """The built-in games: solvable, seeded by their own generators, and hard to break with text."""
 
 import random
+import threading
 from collections import Counter
 
 import numpy as np
@@ -206,6 +207,17 @@ def test_code_runs_programs_and_tells_the_first_failure():
     assert env.step("```python\nprint(input())\n```")[1] == pytest.approx(0.5 * 2 / 3)
     # the third test is hidden: its input is not told
     assert env.is_over and env.feedback("") == "1 of 3 tests fail."
+
+
+def test_a_program_that_hangs_holds_up_no_other():
+    hanging, quick = make("Code", test_s=2, total_s=3), make("Code")
+    hanging.reset(seed=0)
+    thread = threading.Thread(target=hanging.step, args=("```python\nwhile True: pass\n```",))
+    thread.start()
+    quick.reset(seed=0)
+    assert quick.step(quick.solve()[0])[1] == 1 and thread.is_alive()
+    thread.join(10)
+    assert {result.outcome.value for result in hanging.results} == {"timeout"}
 
 
 @pytest.mark.parametrize("name", [*GAMES, "Code"])

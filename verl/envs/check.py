@@ -23,6 +23,7 @@ from typing import Any
 from verl.envs.adapters import ADAPTERS
 from verl.envs.base import environment_class, known_names
 from verl.sandbox.messages import FrameReader, framed, start_child
+from verl.sandbox.outcomes import Outcome
 from verl.sandbox.pool import stack_of
 from verl.sandbox.supervisor import descendants, end, outcome_of
 from verl.utils.distribution import install_command
@@ -114,6 +115,7 @@ def check(
     max_steps: int = 100,
     reset_timeout: float = 60.0,
     step_timeout: float = 60.0,
+    memory_mb: int | None = 8192,
     ask: Callable[[str], str | None] | None = None,
 ) -> Report:
     """Play an environment in a process of its own, each episode twice.
@@ -126,11 +128,13 @@ def check(
         seed: of the first episode; the next has one more.
         max_steps: turns after which an episode is left.
         reset_timeout, step_timeout: seconds in which a call must return; then the process is killed.
+        memory_mb: MiB that the process may use.
         ask: returns the action to an observation, of the agent ``keyboard``; None ends the check.
     """
     setup = {
         **{"kind": kind, "kwargs": kwargs or {}, "task": task or {}, "agent": agent, "actions": actions or []},
         **{"episodes": episodes, "seed": seed, "max_steps": max_steps, "sys_path": sys.path},
+        "memory_mb": memory_mb,
     }
     report = Report(kind, agent)
     limits = {"reset": reset_timeout, "step": step_timeout}
@@ -175,6 +179,8 @@ def _listen(
         if not data:
             outcome = outcome_of(process.wait())
             text = f"{at['at']} ended its process: {outcome.value}, exit code {process.returncode}."
+            if outcome is Outcome.MEMORY:
+                text = f"{at['at']} took more memory than the process may use (--memory-mb), and was killed."
             report.add(report.faults, outcome.value, text, **where)
             return
         for message in reader.feed(data):
@@ -363,6 +369,7 @@ def _parser() -> argparse.ArgumentParser:
     one.add_argument("--max-steps", type=int, default=100, help="turns after which an episode is left")
     one.add_argument("--reset-timeout", type=float, default=60.0, metavar="SECONDS")
     one.add_argument("--step-timeout", type=float, default=60.0, metavar="SECONDS")
+    one.add_argument("--memory-mb", type=int, default=8192, metavar="MIB", help="that the environment may use")
     one.add_argument("--show", action="store_true", help="print the first episode")
     one.add_argument("--json", action="store_true", help="print the report as JSON")
     one.add_argument("--strict", action="store_true", help="exit code 1 with warnings")
@@ -396,6 +403,7 @@ def main(words: list[str]) -> int:
         max_steps=options.max_steps,
         reset_timeout=options.reset_timeout,
         step_timeout=options.step_timeout,
+        memory_mb=options.memory_mb,
         ask=_ask,
     )
     if options.json:

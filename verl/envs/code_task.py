@@ -1,13 +1,16 @@
 """Code: a program that passes tests, in several attempts; it runs in the sandbox under limits."""
 
-from collections.abc import Callable, Mapping
+import os
+import queue
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 
 from verl.envs.game import TextGame
 from verl.rewards.scorers.matching import after_thinking, code_block
-from verl.sandbox.code_runner import MEMORY_MB, TOTAL_S, Result, Tests, read_tests, run_tests
+from verl.sandbox.code_runner import MEMORY_MB, Result, Tests, read_tests, run_tests
 from verl.sandbox.outcomes import Outcome
 
 _PROBLEMS: tuple[tuple[str, str, Callable[[list[int], int], Any]], ...] = (
@@ -31,13 +34,29 @@ _PROBLEMS: tuple[tuple[str, str, Callable[[list[int], int], Any]], ...] = (
 """What ``solve(values)`` returns, in words and in Python, for tasks without a row's problem."""
 
 
+_NUMBERS: queue.SimpleQueue = queue.SimpleQueue()
+for _number in range(max(2, os.cpu_count() or 1)):
+    _NUMBERS.put(_number)
+
+
+@contextmanager
+def _free_number() -> Iterator[int]:
+    """A fork server that no other episode of this process uses: one program that hangs holds up no other."""
+    number = _NUMBERS.get()
+    try:
+        yield number
+    finally:
+        _NUMBERS.put(number)
+
+
 class Code(TextGame):
     """A problem that a Python program solves. After a failure the policy reads what the first failed test found.
 
     Args:
         num_shown: tests whose failures are told in full; of the others only how many fail.
         share_reward: of the last attempt, times the share of its tests that pass. A program that passes all: 1.
-        test_s, total_s, memory_mb: limits of one test, of all tests of an attempt, and of the program.
+        test_s, total_s, memory_mb: limits of one test, of all tests of an attempt, and of the program. Programs that
+            wait for a processor count against ``env.step_timeout``.
         max_steps: attempts.
         options: see `TextGame`.
 
@@ -52,8 +71,8 @@ class Code(TextGame):
         self,
         num_shown: int = 2,
         share_reward: float = 0.0,
-        test_s: float = 5.0,
-        total_s: float = TOTAL_S,
+        test_s: float = 3.0,
+        total_s: float = 10.0,
         memory_mb: int = MEMORY_MB,
         max_steps: int | None = 3,
         **options: Any,
@@ -88,7 +107,8 @@ class Code(TextGame):
         return code_block(answer) if "```" in answer else None
 
     def play(self, action: str) -> tuple[float, bool, dict[str, Any]]:
-        self.results = run_tests(action, self.tests, self.test_s, self.total_s, self.memory_mb)
+        with _free_number() as number:
+            self.results = run_tests(action, self.tests, self.test_s, self.total_s, self.memory_mb, number=number)
         passed = sum(result.outcome is Outcome.PASSED for result in self.results)
         is_right, share = passed == len(self.results), passed / len(self.results)
         is_last = self.max_steps is not None and self.turns >= self.max_steps

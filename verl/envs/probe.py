@@ -24,6 +24,7 @@ from verl.envs.worker import Answer, NotFinite, WrongAnswer, checked
 from verl.sandbox.messages import encode, framed, receive
 from verl.sandbox.outcomes import Failure, Outcome
 from verl.sandbox.supervisor import Limits, enter
+from verl.utils.import_utils import import_users_modules
 
 ODD_TEXTS = ("", " \n", "\x00", "🦆" * 10, "<answer></answer>", "<answer>" * 500, "-1", "x" * 20_000)
 """What a policy may write as well: no environment may fail on it."""
@@ -36,7 +37,7 @@ def main() -> None:
     setup = pickle.loads(receive(channel) or b"N.")
     if setup is None:
         return
-    missing = enter(Limits())
+    missing = enter(Limits(memory_mb=setup["memory_mb"]))
     faulthandler.register(signal.SIGUSR1, file=open(setup["stack_file"], "w"))  # open as long as the process is
     sys.path[:] = setup["sys_path"]
     # a namespace of its own gives the program a parent in there, which it then is below
@@ -106,8 +107,13 @@ class Probe:
     def made(self) -> Any:
         self.send(at="its constructor", limit="reset", seed=0, step=0)
         try:
-            self.instances.append(make(self.setup["kind"], **self.setup["kwargs"]))
-            return self.instances[-1]
+            import_users_modules()
+            environment = make(self.setup["kind"], **self.setup["kwargs"])
+            lacks = [name for name in ("reset", "step") if not callable(getattr(environment, name, None))]
+            if lacks:
+                raise TypeError(f"it has no method {' and '.join(lacks)}, which an environment must have.")
+            self.instances.append(environment)
+            return environment
         except BaseException as error:
             failure = Failure.of(error)
             # names, options and packages: what is wrong is before any environment
@@ -126,12 +132,16 @@ class Probe:
                 self.loop = self.loop or asyncio.new_event_loop()
                 result = self.loop.run_until_complete(result)
         except BaseException as error:
-            failure = Failure.of(error)
+            # from the environment's own first frame
+            failure = Failure.of(error.with_traceback(error.__traceback__ and error.__traceback__.tb_next))
+            if failure.kind is Outcome.MEMORY:
+                self.fault("memory", f"{name} took more memory than the process may use (--memory-mb).", failure.trace)
+                raise Stop from None
             said = f" on the action {arguments[0][:80]!r}" if name == "step" else ""
-            advice = "An environment answers every text, and tells a wrong one by info['valid_action']."
-            self.fault(
-                "raised", f"{name} raised {failure.cause}{said}. {advice if said else ''}".strip(), failure.trace
-            )
+            advice = "An environment answers every text, and tells a wrong one by info['valid_action']." if said else ""
+            if name == "reset" and isinstance(error, TypeError) and "keyword argument" in str(error):
+                advice = "Write it as def reset(self, *, seed, **task)."
+            self.fault("raised", f"{name} raised {failure.cause}{said}. {advice}".strip(), failure.trace)
             raise Stop from None
         self.seconds = time.perf_counter() - start
         for used, was, now in zip(("random", "numpy.random"), before, _global_states(), strict=True):

@@ -120,6 +120,7 @@ def run_tests(
     total_s: float = TOTAL_S,
     memory_mb: int = MEMORY_MB,
     output_kb: int = OUTPUT_KB,
+    number: int = 0,
 ) -> list[Result]:
     """Run a program against each of its tests.
 
@@ -128,6 +129,7 @@ def run_tests(
         test_s, total_s: wall seconds of one test, and of all.
         memory_mb: MiB of one test and all processes it starts.
         output_kb: KiB it may write to stdout.
+        number: of the fork server that runs it; programs of one number run one after the other.
     """
     limits = Limits(
         wall_s=test_s, cpu_s=math.ceil(test_s), memory_mb=memory_mb, output_mb=64, processes=PROCESSES, network=False
@@ -138,7 +140,7 @@ def run_tests(
         tasks = [{"stdin": text_of(given)} for given in tests.inputs]
     tasks += [{"check": source} for source in tests.checks]
     # looser than the limits of the tests within: those end one test, and say which; these end all
-    call = fork_server("verl.sandbox.code_runner:run", TOTAL_S, memory_mb=8 * 1024)
+    call = fork_server("verl.sandbox.code_runner:run", TOTAL_S, memory_mb=8 * 1024, number=number)
     try:
         found = call(code, tasks, asdict(limits), output_kb, total_s, timeout_s=total_s + 10)
     except SandboxError as error:

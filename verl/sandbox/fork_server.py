@@ -112,13 +112,13 @@ class ForkServer:
         return None if payload is None else json.loads(payload)
 
 
-def fork_server(function: str, timeout_s: float, memory_mb: int = 1024) -> ForkServer:
-    """The one :class:`ForkServer` of this process for a function and its limits."""
-    return _of_process(os.getpid(), function, timeout_s, memory_mb)
+def fork_server(function: str, timeout_s: float, memory_mb: int = 1024, number: int = 0) -> ForkServer:
+    """The one :class:`ForkServer` of this process for a function, its limits, and a number: of several, which one."""
+    return _of_process(os.getpid(), function, timeout_s, memory_mb, number)
 
 
 @lru_cache(maxsize=64)
-def _of_process(pid: int, function: str, timeout_s: float, memory_mb: int) -> ForkServer:
+def _of_process(pid: int, function: str, timeout_s: float, memory_mb: int, number: int) -> ForkServer:
     """Return the server cached under its arguments; by ``pid``, since a fork must not share its parent's socket."""
     return ForkServer(function, timeout_s, memory_mb)
 
