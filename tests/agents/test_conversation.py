@@ -289,6 +289,34 @@ def test_tools_that_the_template_does_not_show_are_refused():
         Conversation(renderer(THINKING), ASK, tools=TOOLS)
 
 
+RULES_FOR_CALLS = (  # as some templates have them: ids of nine letters, results only after calls
+    "{% for m in messages %}{% for c in m.tool_calls or [] %}{% if c.id | length != 9 %}{{ raise_exception('id') }}"
+    "{% endif %}{% endfor %}"
+    "{% if m.role == 'tool' and not (loop.previtem.tool_calls or loop.previtem.role == 'tool') %}"
+    "{{ raise_exception('a result of no call') }}{% endif %}"
+    "<|im_start|>{{ m.role }}\n{{ tools | tojson if loop.first }}{{ m.content }}"
+    "{{ m.tool_calls | map(attribute='function') | list | tojson if m.tool_calls }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+@pytest.mark.parametrize("text", ['<tool_call>{"name": "add", "arguments": {}}</tool_call>', "no call at all"])
+def test_results_are_shown_by_a_template_that_refuses_those_of_no_call(text):
+    conversation = Conversation(renderer(RULES_FOR_CALLS), ASK, tools=TOOLS)
+    ids = [call.id for call in conversation.add_generated(finished(text)).tool_calls]
+    results = [{"role": "tool", "tool_call_id": id, "content": "4"} for id in ids or ["unknown00"]]
+    assert conversation.add_messages([*results, {"role": "tool", "tool_call_id": "other0000", "content": "5"}])
+    tail = f"{text}{END}\n{START}tool\n4{END}\n{START}tool\n5{END}\n{START}assistant\n"
+    assert conversation.renderer.decode(conversation.ids).endswith(tail)
+
+
+def test_marks_of_reasoning_stay_in_a_turn_though_they_are_special_tokens():
+    marked = renderer()
+    marked.tokenizer.add_special_tokens({"additional_special_tokens": ["<think>", "</think>"]})
+    turn = Conversation(marked, ASK).add_generated(marked.encode(f"<think>hm</think>4{END}"))
+    assert turn.text == "<think>hm</think>4"
+
+
 # -- Refusals and options --------------------------------------------------------------------------------------------
 
 
@@ -310,7 +338,7 @@ def test_a_turn_without_log_probs_leaves_the_row_without():
     assert conversation.rows()[0].response_logprobs is None
 
 
-def config(template_kwargs=None, **changes):
+def config(template_kwargs=None, tags=(), **changes):
     multi_turn = {
         "enable": True,
         "use_inference_chat_template": False,
@@ -323,7 +351,8 @@ def config(template_kwargs=None, **changes):
     agent = SimpleNamespace(default_agent_loop="single_turn_agent")
     rollout = SimpleNamespace(multi_turn=SimpleNamespace(**multi_turn), agent=agent, prompt_length=64)
     data = SimpleNamespace(apply_chat_template_kwargs=template_kwargs or {})
-    return SimpleNamespace(actor_rollout_ref=SimpleNamespace(rollout=rollout), data=data)
+    env = SimpleNamespace(train=SimpleNamespace(tags=tags), val=SimpleNamespace(tags=[]))
+    return SimpleNamespace(actor_rollout_ref=SimpleNamespace(rollout=rollout), data=data, env=env)
 
 
 def test_a_configuration_has_one_renderer_and_its_template_arguments():
@@ -346,8 +375,9 @@ def test_a_run_of_single_turns_asks_nothing_of_the_template():
     tokenizer = make_tokenizer("byte")
     tokenizer.chat_template = None
     assert check_chat_template(tokenizer, None, config(enable=False)) is None
-    with pytest.raises(TemplateRefusal, match="custom_chat_template"):
-        check_chat_template(tokenizer, None, config())
+    for conversations in (config(), config(enable=False, tags=["FrozenLake"])):
+        with pytest.raises(TemplateRefusal, match="custom_chat_template"):
+            check_chat_template(tokenizer, None, conversations)
 
 
 def test_images_of_the_prompt_stay_where_the_data_set_encoded_them():

@@ -84,10 +84,14 @@ class ChatRenderer:
         """Token ids of rendered text, as the data set encodes prompts."""
         return encode([text], self.tokenizer)[0] if text else []
 
-    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = False) -> str:
-        return self.tokenizer.decode(
-            list(token_ids), skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
-        )
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Text of tokens, special ones included."""
+        return self.tokenizer.decode(list(token_ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
+
+    def text_of(self, turn_ids: Sequence[int]) -> str:
+        """Text of a turn without special tokens. Marks of reasoning stay: chat templates look for them."""
+        special = self.special_tokens
+        return self.decode([i for i in turn_ids if i not in special or special[i] in ("<think>", "</think>")])
 
     @cached_property
     def special_tokens(self) -> dict[int, str]:
@@ -161,7 +165,8 @@ def check_chat_template(tokenizer: Any, processor: Any, config: Any) -> Template
         TemplateRefusal: ``multi_turn.tokenization_sanity_check_mode`` does not permit it.
     """
     rollout = config.actor_rollout_ref.rollout
-    if not (rollout.multi_turn.enable or rollout.agent.default_agent_loop in _EPISODE_LOOPS):
+    holds_episodes = rollout.agent.default_agent_loop in _EPISODE_LOOPS or config.env.train.tags or config.env.val.tags
+    if not (rollout.multi_turn.enable or holds_episodes):
         return None
     has_tools = bool(rollout.multi_turn.tool_config_path or rollout.multi_turn.function_tool_path)
     report = ChatRenderer.of(tokenizer, processor, config).report(has_tools)
@@ -287,7 +292,7 @@ class Conversation:
         row.append(token_ids, log_probs, is_generated=True)
         row.turn_spans.append((start, len(row.response_ids)))
         row.turns.append(len(self.turns))
-        text = self.renderer.decode(token_ids, skip_special_tokens=True)
+        text = self.renderer.text_of(token_ids)
         content, calls = self.renderer.read_turn(token_ids, text, self.tools)
         for number, call in enumerate(calls):
             # nine letters and digits, which is what templates with a rule for ids ask for
