@@ -176,6 +176,11 @@ class PPOConfig(Config):
         return self.algorithm.use_kl_in_reward or self.actor_rollout_ref.actor.use_kl_loss
 
     @property
+    def asks_reward_function(self) -> bool:
+        """Is anything scored by a reward function? Not where environments and simulated users give all rewards."""
+        return not (self.env.reward == "environment" and self.actor_rollout_ref.rollout.mode == "async")
+
+    @property
     def prompts_per_update(self) -> int:
         """Prompts one training step trains on."""
         return self.data.train_batch_size if self.algorithm.filter_groups.enable else self.data.prompts_per_step

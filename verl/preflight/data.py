@@ -419,6 +419,9 @@ def _count_usable(config: PPOConfig, found: Preview) -> None:
 def _rewards(config: PPOConfig, table: RowTable, found: Preview, limits: Limits) -> None:
     """Try the function on some rows of each data source."""
     rm, begin = config.reward_model, time.monotonic()
+    if not config.asks_reward_function:
+        found.note("Rewards are those of environments and users (env.reward=environment): no function is tried.")
+        return
     if rm.reward_manager not in MANAGERS:
         found.note(f"reward_model.reward_manager={rm.reward_manager} is not tried: it is a user-defined manager.")
         return

@@ -134,9 +134,11 @@ class PPOJob:
             check_device(self.config.trainer, self.config.rollout_beside)
             self.import_users_modules()
             trainer = self.build_trainer()
-        check_data_sources(self.config, trainer.reward_fn, [trainer.train_dataset, trainer.val_dataset])
-        report = None  # environments have no known-good answers to try a reward function with
-        if not self.config.env.makes_rows:
+        report = None
+        if self.config.asks_reward_function:
+            check_data_sources(self.config, trainer.reward_fn, [trainer.train_dataset, trainer.val_dataset])
+        # environments have no known-good answers to try a reward function with
+        if self.config.asks_reward_function and not self.config.env.makes_rows:
             report = try_reward_function(self.config, trainer.reward_fn, trainer.train_dataset)
         if self.config.trainer.progress_bar:
             print(run_plan(trainer), flush=True)
