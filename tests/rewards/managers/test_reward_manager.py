@@ -61,6 +61,13 @@ def test_the_function_gets_text_goal_and_a_copy_of_extra_info_with_turns():
     assert data.non_tensor_batch["extra_info"][0] == {"index": 100}
 
 
+def test_a_function_gets_what_tools_said_of_the_conversation_under_verls_name():
+    data = batch_of(["a", "b"], reward_scores=[{"calc": 1.0}, None])
+    seen = []
+    naive(lambda extra_info, **kwargs: seen.append(extra_info) or 0.0)(data)
+    assert [info["rollout_reward_scores"] for info in seen] == [{"calc": 1.0}, {}]
+
+
 def test_reward_kwargs_reach_every_call():
     manager = naive(lambda solution_str, weight, **kwargs: weight * len(solution_str), weight=2)
     assert scores(manager(batch_of(["a", "abc"]))) == [2.0, 6.0]

@@ -220,6 +220,7 @@ class RuleRewardManager(AbstractRewardManager):
         texts = self.tokenizer.batch_decode(ids, skip_special_tokens=True)
         nothing = [None] * len(data)
         turns, infos = rows.get("__num_turns__", nothing), rows.get("extra_info", nothing)
+        tool_rewards = rows.get("reward_scores")  # under verl's name for reward functions, below
         samples = []
         for i, (source, text, goal) in enumerate(
             zip(rows[self.reward_fn_key], texts, rows["reward_model"], strict=True)
@@ -231,7 +232,10 @@ class RuleRewardManager(AbstractRewardManager):
                 )
             info = infos[i] if isinstance(infos[i], Mapping) else {}
             # a copy: a function that writes into it must not change the batch
-            samples.append(Sample(source, text, goal["ground_truth"], {**info, "num_turns": turns[i]}))
+            info = {**info, "num_turns": turns[i]}
+            if tool_rewards is not None:
+                info["rollout_reward_scores"] = tool_rewards[i] or {}
+            samples.append(Sample(source, text, goal["ground_truth"], info))
         return samples
 
     def _collect(self, samples: list[Sample], results: Sequence[Any], data: DataProto) -> tuple[list[float], dict]:
