@@ -11,7 +11,7 @@ from tests.agents.conftest import ACTOR, ROLLOUT, outputs
 from tests.support.learning import check_learned
 from tests.trainer.test_learning import TINY, rewards_of
 from verl.agents import AgentLoopOutput
-from verl.agents.manager import assemble_outputs, spread
+from verl.agents.manager import AgentLoopIdle, assemble_outputs, spread
 from verl.agents.outputs import EpisodeError
 from verl.protocol import DataProto
 
@@ -164,6 +164,38 @@ def test_a_row_whose_loop_fails_leaves_its_group_and_the_run_goes_on(run, loop_f
     assert all(row["score"] is None and row["advantage"] is None for row in failed)
     others = [row for row in rows if row["output"] != ""]
     assert all(row["score"] is not None for row in others) and any(row["advantage"] for row in others)
+
+
+def loops(loop_file, name="two_halves"):
+    return {
+        f"{ROLLOUT}__agent__agent_loop_config_path": str(loop_file),
+        f"{ROLLOUT}__agent__default_agent_loop": name,
+        f"{ROLLOUT}__calculate_log_probs": True,
+    }
+
+
+def test_a_loop_that_waits_for_nothing_fails_and_its_place_is_named(run, loop_file):
+    waits = "import asyncio; await asyncio.Event().wait()\n        prompt = list("
+    loop_file.write_text(LOOP.replace("prompt = list(", waits))
+    with pytest.raises(EpisodeError, match=r"asked for no tokens in .* s .*idle_timeout=1.* my_loop.py:1\d in run"):
+        run(**loops(loop_file), env__idle_timeout=1)
+    with pytest.raises(EpisodeError, match="not done after env.episode_timeout=1 s"):
+        run(**loops(loop_file), env__episode_timeout=1)
+
+
+def test_a_loop_that_blocks_all_others_ends_the_run_with_its_place(run, loop_file):
+    blocks = "import time; time.sleep(6)\n        prompt = list("
+    loop_file.write_text(LOOP.replace("prompt = list(", blocks))
+    with pytest.raises(AgentLoopIdle, match="(?s)blocked the event loop of all of them.*my_loop.py.*time.sleep"):
+        run(**loops(loop_file), env__idle_timeout=2)
+
+
+def test_a_loop_that_rewards_itself_needs_no_scorer(run, loop_file):
+    options = {**loops(loop_file), "custom_reward_function__path": "null", "data__reward_fn_key": "ability"}
+    trainer, _ = run(**options)
+    assert trainer.metrics["critic/score/mean"] == 0.25
+    with pytest.raises(ValueError, match="data_source='test'"):
+        run(**{**options, f"{ROLLOUT}__agent__default_agent_loop": "single_turn_agent"})
 
 
 def test_an_unknown_loop_is_refused_before_the_first_step(run):

@@ -9,8 +9,10 @@ import json
 import logging
 import os
 import secrets
+import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import wait
 from contextlib import suppress
@@ -69,6 +71,8 @@ class AsyncLLMServerManager:
         """Time its calls took, waiting included."""
         self.replies: ReplyLog = client.replies if isinstance(client, KeepsReplies) else ReplyLog()
         """Answers of the row's environment: those of earlier steps too, where the row is a partial rollout."""
+        self._since = time.monotonic()
+        self._running = 0
         self.last: Completion | None = None
         """Completion of its last call."""
         self._client, self._seed, self._name, self._priority = client, seed, name, priority
@@ -78,6 +82,11 @@ class AsyncLLMServerManager:
     def is_stopped(self) -> bool:
         """Whether a scheduler has stopped the row's sample, which may go on in a later step."""
         return isinstance(self._client, KeepsReplies) and self._client.is_stopped
+
+    @property
+    def idle_s(self) -> float | None:
+        """Seconds since its last call ended; None while a call runs."""
+        return None if self._running else time.monotonic() - self._since
 
     async def generate(
         self,
@@ -101,12 +110,15 @@ class AsyncLLMServerManager:
         sampling = sampling_from_json({_OTHER_NAMES.get(name, name): value for name, value in sampling_params.items()})
         request = Request(tuple(prompt_ids), sampling, seed, media)
         start = time.perf_counter()
+        self._running += 1
         try:
             self.last = await self._client.generate(
                 request, session=f"{self._name}/{request_id}" if request_id else None, priority=self._priority
             )
             return self.last
         finally:
+            self._running -= 1
+            self._since = time.monotonic()
             self.seconds += time.perf_counter() - start
 
 
@@ -119,6 +131,7 @@ Generate = Callable[[RolloutClient, int, Callable[[int, int, Any], Coroutine]], 
 
 _CHECK_INTERVAL_S = 1.0  # between two checks of the workers while requests run
 _GRACE_S = 10.0  # for an episode to end after env.episode_timeout
+_SAY_BLOCKED_S = 30.0  # without a sign of the event loop
 
 logger = logging.getLogger(__name__)
 
@@ -333,7 +346,8 @@ class AgentLoopManager:
         if timeout is not None and loop.ends_in_time:
             timeout += _GRACE_S  # it ends by itself, with the turns that are complete
         # a dict of the row's own: loops change it
-        result = await asyncio.wait_for(loop.run(dict(vars(sampling)), **row), timeout)
+        task = asyncio.ensure_future(loop.run(dict(vars(sampling)), **row))
+        result = await self._watched(task, servers, timeout)
         measured = {
             "finish_reason": servers.last and servers.last.finish_reason,
             "rollout_version": servers.last and servers.last.version,
@@ -348,14 +362,47 @@ class AgentLoopManager:
             output.metrics = {"generate_sequences": servers.seconds, **output.seconds}
         return result
 
+    async def _watched(self, task: asyncio.Task, servers: AsyncLLMServerManager, timeout: float | None) -> RowOutput:
+        """Return the result of ``task``, which is cancelled after ``timeout``, or when it waits for no tokens too long.
+
+        Raises:
+            TimeoutError: it was.
+            AgentLoopIdle: it asked for no tokens for ``env.idle_timeout``.
+        """
+        idle_limit, start = self.config.env.idle_timeout, time.monotonic()
+        try:
+            while True:
+                left = None if timeout is None else max(0.0, start + timeout - time.monotonic())
+                idle = servers.idle_s
+                if idle_limit is not None:
+                    wait_s = idle_limit - idle if idle is not None else idle_limit
+                    left = wait_s if left is None else min(left, wait_s)
+                done, _ = await asyncio.wait({task}, timeout=left)
+                if done:
+                    return task.result()
+                if timeout is not None and time.monotonic() - start >= timeout:
+                    raise asyncio.TimeoutError
+                idle = servers.idle_s
+                if idle_limit is not None and idle is not None and idle >= idle_limit:
+                    raise AgentLoopIdle(
+                        f"it asked for no tokens in {idle:.0f} s (env.idle_timeout={idle_limit:g}) and waits at "
+                        f"{place_of(task)}. Give what it waits for a limit of time, or raise env.idle_timeout."
+                    )
+        finally:
+            if not task.done():
+                task.cancel()
+                await asyncio.gather(task, return_exceptions=True)
+
     # -- watching the workers ------------------------------------------------------------------------------------------
 
     def _run(self, coroutine: Any) -> Any:
         """Wait for a coroutine of the other thread, and check the workers meanwhile."""
         future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+        pulse = EventLoopPulse(self._loop, self._thread, self.config.env.idle_timeout)
         try:
             while not wait([future], _CHECK_INTERVAL_S).done:
                 self._check_workers()
+                pulse.check()
             return future.result()
         except WorkerGroupError:
             raise
@@ -395,6 +442,65 @@ class AgentLoopManager:
         self._loop.close()
         with suppress(WorkerGroupError):
             self.worker_group.stop_server()
+
+
+class AgentLoopIdle(RuntimeError):
+    """An agent loop waits for something that does not come."""
+
+
+def place_of(task: asyncio.Task) -> str:
+    """Return file, line and function where a task waits: the innermost of its own code."""
+    inner: Any = task.get_coro()
+    place = "a place that is not known"
+    while inner is not None and getattr(inner, "cr_frame", None) is not None:
+        frame = inner.cr_frame
+        if "asyncio" not in frame.f_code.co_filename:
+            place = f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}"
+        inner = inner.cr_await
+    return place
+
+
+class EventLoopPulse:
+    """Whether the event loop of agent loops still runs: one that blocks in a call stops all others.
+
+    Args:
+        limit_s: seconds without a sign of it that end the run; None: no limit. After `_SAY_BLOCKED_S` the user is told.
+    """
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, thread: threading.Thread, limit_s: float | None):
+        self.loop, self.thread, self.limit_s = loop, thread, limit_s
+        self.asked_at: float | None = None
+        """Time of a request for a sign that has not come yet."""
+        self.has_said = False
+
+    def _beat(self) -> None:
+        self.asked_at = None
+
+    def check(self) -> None:
+        """Ask the loop for a sign, or look at how long ago it was asked.
+
+        Raises:
+            AgentLoopIdle: too long.
+        """
+        asked_at = self.asked_at
+        if asked_at is None:
+            self.asked_at = time.monotonic()
+            self.loop.call_soon_threadsafe(self._beat)
+            return
+        blocked_s = time.monotonic() - asked_at
+        if blocked_s < min(_SAY_BLOCKED_S, self.limit_s or _SAY_BLOCKED_S):
+            return
+        frame = sys._current_frames().get(self.thread.ident)
+        place = "".join(traceback.format_stack(frame, limit=3)) if frame else "a place that is not known\n"
+        message = (
+            f"an agent loop has blocked the event loop of all of them for {blocked_s:.0f} s, at:\n{place}Blocking work "
+            "belongs into self.loop.run_in_executor, or await something that does not block."
+        )
+        if self.limit_s is not None and blocked_s >= self.limit_s:
+            raise AgentLoopIdle(f"env.idle_timeout={self.limit_s:g}: {message}")
+        if not self.has_said:
+            self.has_said = True
+            logger.warning("%s", message)
 
 
 def rows_of(prompts: DataProto) -> list[dict[str, Any]]:

@@ -141,6 +141,10 @@ class EnvConfig(Config):
     episode_timeout: float | None = option(None, above=0)
     """Seconds of an episode at most, generation included; of every agent loop. Null: no limit."""
 
+    idle_timeout: float | None = option(1800.0, above=0)
+    """Seconds in which an agent loop must ask for tokens again, or end; one that waits longer fails, and the place in
+    its code is named. One that blocks the event loop of all loops for so long ends the run. Null: no limit."""
+
     memory_mb: int | None = option(None, above=0)
     """MiB that one environment process may use. Null: no limit. Read with ``num_workers``."""
 

@@ -457,6 +457,16 @@ AGENT_LOOPS = (SINGLE_TURN, "tool_agent", "interaction_agent", "env_agent", "ope
 """Agent loops that come with this package."""
 
 
+_LOOPS_WITHOUT_REWARD = {SINGLE_TURN, "tool_agent", "interaction_agent"}
+"""Agent loops whose rows the reward function scores."""
+
+
+def loops_may_reward(rollout: RolloutConfig, names: Iterable[str]) -> bool:
+    """Return whether rows with these values of ``agent_name`` may bring rewards of their own, and need no scorer."""
+    loops = {str(name) for name in names if name} or {rollout.agent.default_agent_loop}
+    return rollout.mode == "async" and bool(loops - _LOOPS_WITHOUT_REWARD)
+
+
 def needs_agent_loops(mode: str, names: Iterable[str]) -> str | None:
     """Why rows with these values of ``agent_name`` cannot be trained on with a ``rollout.mode`` other than async."""
     others = sorted({str(name) for name in names if name} - {SINGLE_TURN})

@@ -17,6 +17,7 @@ import numpy as np
 
 from verl.config.base import did_you_mean, get_path
 from verl.config.ppo import PPOConfig
+from verl.config.rollout import loops_may_reward
 from verl.data.files import hub_parts
 from verl.data.table import DataError, RowTable
 from verl.data.vision import ImagePrompts, MediaColumns, mismatched_rows
@@ -435,7 +436,10 @@ def _rewards(config: PPOConfig, table: RowTable, found: Preview, limits: Limits)
     if function is None:
         return
     options = built_in_options(rm)
-    sources = [] if rm.enable else list(found.rows.sources)
+    rewards_itself = config.env.reward == "environment" or loops_may_reward(
+        config.actor_rollout_ref.rollout, found.rows.agents
+    )
+    sources = [] if rm.enable or rewards_itself else list(found.rows.sources)
     unknown = [source for source in sources if calling.lacks_scorer(function, source, options)]
     # --score asks for it in spite of the option
     is_off = rm.self_test == "off" and not limits.asks_judge

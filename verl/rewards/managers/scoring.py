@@ -14,6 +14,7 @@ from torch import Tensor
 
 from verl.agents.base import STATUS_COLUMN, EpisodeStatus
 from verl.batch.ragged import Ragged
+from verl.config.rollout import loops_may_reward
 from verl.data.table import distinct_values
 from verl.protocol import DataProto
 from verl.rewards.functions.calling import RawRewardFn, lacks_scorer, reward_function, sandbox_options, start_sandboxes
@@ -268,11 +269,13 @@ def check_data_sources(config: Any, reward_fn: Any, datasets: Iterable[Any]) -> 
             ``reward_model.on_error`` other than ``stop`` it is a warning.
     """
     section = config.reward_model
-    if section.enable or not isinstance(reward_fn, RuleRewardManager):
+    if section.enable or not isinstance(reward_fn, RuleRewardManager) or config.env.reward == "environment":
         return
-    options = built_in_options(section)
+    options, datasets = built_in_options(section), list(datasets)
+    # loops of the user may return rewards; if they do not, the first batch is refused for the same reason
+    may_reward = loops_may_reward(config.actor_rollout_ref.rollout, distinct_values(datasets, "agent_name"))
     for source in distinct_values(datasets, reward_fn.reward_fn_key):
-        if isinstance(source, str) and lacks_scorer(reward_fn.compute_score, source, options):
+        if isinstance(source, str) and not may_reward and lacks_scorer(reward_fn.compute_score, source, options):
             if section.on_error == "stop":
                 raise unknown(source)
             logger.warning("%s", unknown(source))
