@@ -14,6 +14,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Coroutine, Mapping, Sequence
+from concurrent.futures import TimeoutError as FutureTimeout
 from concurrent.futures import wait
 from contextlib import suppress
 from pathlib import Path
@@ -435,11 +436,16 @@ class AgentLoopManager:
         self.servers_file.unlink(missing_ok=True)
         # in the loop that opened their connections, and so before that stops
         self._loop.call_soon_threadsafe(close_hosts, self._loop)
-        for closing in (close_shared(), self.client.close()):
-            asyncio.run_coroutine_threadsafe(closing, self._loop).result(timeout=10)
+        try:
+            for closing in (close_shared, self.client.close):
+                asyncio.run_coroutine_threadsafe(closing(), self._loop).result(timeout=10)
+        except FutureTimeout:
+            # an agent loop blocks it: the thread is a daemon, and ends with the process
+            logger.warning("the event loop of agent loops is blocked, and is left to the end of the process")
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(timeout=10)
-        self._loop.close()
+        if not self._thread.is_alive():
+            self._loop.close()
         with suppress(WorkerGroupError):
             self.worker_group.stop_server()
 

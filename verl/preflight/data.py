@@ -439,14 +439,15 @@ def _rewards(config: PPOConfig, table: RowTable, found: Preview, limits: Limits)
     rewards_itself = config.env.reward == "environment" or loops_may_reward(
         config.actor_rollout_ref.rollout, found.rows.agents
     )
-    sources = [] if rm.enable or rewards_itself else list(found.rows.sources)
-    unknown = [source for source in sources if calling.lacks_scorer(function, source, options)]
+    sources = [] if rm.enable else list(found.rows.sources)
+    unscored = [source for source in sources if calling.lacks_scorer(function, source, options)]
+    unknown = [] if rewards_itself else unscored
     # --score asks for it in spite of the option
     is_off = rm.self_test == "off" and not limits.asks_judge
     if is_off:
         found.note("The reward function is not tried (reward_model.self_test=off).")
     for source, positions in found.rows.rows_of.items():
-        if source in unknown or is_off:
+        if source in unscored or is_off:
             continue
         if not limits.asks_judge and calling.is_judged(function, source, options):
             found.note(f"data_source={source!r} is scored by the judge, which is not called here.")

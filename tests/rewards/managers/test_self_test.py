@@ -2,12 +2,13 @@
 
 import re
 import time
-from types import SimpleNamespace
 
 import pytest
 
 from tests.rewards.managers.batches import TOKENIZER
 from tests.rewards.managers.test_scoring import config, write
+from verl.config.ppo import PPOConfig
+from verl.config.reward import RewardModelConfig
 from verl.rewards.managers import NaiveRewardManager, RewardError
 from verl.rewards.managers.scoring import load_reward_manager
 from verl.rewards.managers.self_test import self_test, try_reward_function
@@ -101,7 +102,7 @@ def trained(tmp_path, text, self_test):
     settings = config(write(tmp_path, text), self_test=self_test, enable=False)
     settings.reward_model.sandbox = None
     manager = load_reward_manager(settings, TOKENIZER, 0)
-    return try_reward_function(SimpleNamespace(reward_model=settings.reward_model), manager, ROWS)
+    return try_reward_function(PPOConfig(reward_model=settings.reward_model), manager, ROWS)
 
 
 def test_a_run_is_warned_or_stopped_or_left_alone(tmp_path):
@@ -123,7 +124,7 @@ def test_a_hanging_function_is_found_out_in_time(tmp_path):
 @pytest.mark.parametrize("column", ["data_source", "reward_model"])
 def test_data_that_no_manager_can_score_are_refused_before_the_first_step(column):
     rows = [{name: value for name, value in row.items() if name != column} for row in ROWS]
-    settings = SimpleNamespace(reward_model=SimpleNamespace(self_test="warn", enable=False))
+    settings = PPOConfig(reward_model=RewardModelConfig(self_test="warn"))
     with pytest.raises(RewardError, match=f"no column '{column}'.*there are .*reward_model.ground_truth"):
         try_reward_function(settings, NaiveRewardManager(TOKENIZER, 0), rows)
 

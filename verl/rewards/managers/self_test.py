@@ -5,11 +5,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from verl.rewards.functions.calling import BySource, functions_of
+from verl.config.rollout import loops_may_reward
+from verl.rewards.functions.calling import BySource, functions_of, lacks_scorer
 from verl.rewards.functions.trial import Trial, TrialRow, mean, try_function
 from verl.rewards.managers.built_in import BatchRewardManager
 from verl.rewards.managers.rule import RewardError, RuleRewardManager
-from verl.rewards.scorers import default_compute_score
+from verl.rewards.scorers import built_in_options, default_compute_score
 from verl.sandbox.messages import name_of
 
 
@@ -105,6 +106,12 @@ def _alarm(trial: Trial) -> str | None:
 SELF_TEST_ROWS = 3
 
 
+def _with_scorer(rows: list[Any], reward_fn: RuleRewardManager, config: Any) -> list[Any]:
+    """Return the rows that a reward function scores; of the others the agent loops may return the rewards."""
+    options, key = built_in_options(config.reward_model), reward_fn.reward_fn_key
+    return [row for row in rows if not lacks_scorer(reward_fn.compute_score, str(row.get(key)), options)]
+
+
 def try_reward_function(config: Any, reward_fn: Any, dataset: Any) -> Report | None:
     """The report of `self_test` on a run's reward function and first rows; None where there is nothing to try.
 
@@ -115,7 +122,13 @@ def try_reward_function(config: Any, reward_fn: Any, dataset: Any) -> Report | N
     section = config.reward_model
     if section.self_test == "off" or section.enable or not isinstance(reward_fn, RuleRewardManager):
         return None
+    if config.env.reward == "environment":
+        return None
     rows = [dataset[i] for i in range(min(SELF_TEST_ROWS, len(dataset)))]
+    if loops_may_reward(config.actor_rollout_ref.rollout, [row.get("agent_name") for row in rows]):
+        rows = _with_scorer(rows, reward_fn, config)
+        if not rows:
+            return None
     # a manager with a `read` of its own may need other columns
     if rows and isinstance(rows[0], Mapping) and type(reward_fn).read is RuleRewardManager.read:
         reward_fn.check_columns(rows[0])
