@@ -1,8 +1,10 @@
-"""Runs in which the chat template rewrites the history: what is trained on is what the policy read and generated."""
+"""Runs with several turns a trajectory: what is trained on is what the policy read and generated."""
 
 import pytest
 
 from tests.agents.conftest import ROLLOUT
+from tests.trainer.test_images import run as run_with_images
+from tests.trainer.test_images import task as images  # noqa: F401 - a fixture
 
 LOOP = '''
 from verl.agents.base import register
@@ -33,19 +35,26 @@ LAST_THREE = (  # messages only: what came before is forgotten
 )
 
 
-def settings(tmp_path, **changes):
+def turns(tmp_path):
     (tmp_path / "loop.py").write_text(LOOP)
-    (tmp_path / "template.jinja").write_text(LAST_THREE)
     return {
         f"{ROLLOUT}__agent__agent_loop_config_path": str(tmp_path / "loop.py"),
         f"{ROLLOUT}__agent__default_agent_loop": "asks_again",
         f"{ROLLOUT}__multi_turn__enable": True,
         f"{ROLLOUT}__multi_turn__max_tokens_per_turn": 4,
         f"{ROLLOUT}__calculate_log_probs": True,
-        "actor_rollout_ref__model__custom_chat_template": str(tmp_path / "template.jinja"),
         "data__return_raw_chat": True,
         "data__max_prompt_length": 96,
         "data__max_response_length": 128,
+    }
+
+
+def settings(tmp_path, **changes):
+    (tmp_path / "template.jinja").write_text(LAST_THREE)
+    template = {"actor_rollout_ref__model__custom_chat_template": str(tmp_path / "template.jinja")}
+    return {
+        **{key: value for key, value in turns(tmp_path).items() if not key.endswith("__mode")},
+        **template,
         **changes,
     }
 
@@ -71,3 +80,21 @@ def test_the_actor_scores_each_row_where_it_was_generated(run, tmp_path, capsys)
 def test_a_template_that_rewrites_is_refused_by_strict_before_anything_is_generated(run, tmp_path):
     with pytest.raises(Exception, match="does not permit this chat template: with messages, in the prompt of turn 2"):
         run(**settings(tmp_path))
+
+
+def test_images_of_the_prompt_are_seen_at_every_turn(images, tmp_path):  # noqa: F811
+    """Rollout and actor agree on every token of three turns, which they would not if one did not see the images."""
+    lengths = run_with_images(
+        images,
+        tmp_path,
+        "response_length/mean",
+        **turns(tmp_path),
+        **{
+            f"{ROLLOUT}__mode": "async",
+            f"{ROLLOUT}__ignore_eos": False,
+            "data__train_batch_size": 4,
+            "trainer__total_training_steps": 1,
+        },
+        actor_rollout_ref__actor__ppo_mini_batch_size=4,
+    )
+    assert lengths[0] > 20
