@@ -195,3 +195,24 @@ def test_a_tokenizer_without_a_template_is_named():
     tokenizer.chat_template = None
     with pytest.raises(TemplateRefusal, match="custom_chat_template"):
         examine(ChatTemplate(tokenizer))
+
+
+def test_disable_checks_nothing_and_says_so():
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = "{{ raise_exception('never') }}"
+    report = ChatRenderer(tokenizer, check="disable").report()
+    assert not report.is_append_only
+    [line] = report.lines()
+    assert line.startswith("not checked: ") and "never" in line
+
+
+@pytest.mark.parametrize("arguments", [{"a": "é"}, '{"a": "é"}'], ids=["object", "JSON text"])
+@pytest.mark.parametrize("reads", ["c.function.arguments | tojson", "'' + c.function.arguments"])
+def test_arguments_of_calls_are_written_as_the_template_reads_them(arguments, reads):
+    template = ChatTemplate(
+        tokenizer_of(
+            "{% for m in messages %}{% for c in m.tool_calls or [] %}{{ " + reads + " }}{% endfor %}{% endfor %}"
+        )
+    )
+    call = {"id": "call00000", "type": "function", "function": {"name": "x", "arguments": arguments}}
+    assert template.render([{"role": "assistant", "tool_calls": [call]}]) == '{"a": "é"}'

@@ -144,7 +144,12 @@ class ChatRenderer:
             TemplateRefusal: ``multi_turn.tokenization_sanity_check_mode`` does not permit the template.
         """
         if has_tools not in self._reports:
-            found = examine(self.template, has_tools)
+            try:
+                found = examine(self.template, has_tools)
+            except TemplateRefusal as error:
+                if self.check != "disable":
+                    raise
+                found = TemplateReport(has_tools=has_tools, refused=str(error))
             if refusal := found.refusal(self.check, self.uses_template_history):
                 raise TemplateRefusal(refusal)
             self._reports[has_tools] = found

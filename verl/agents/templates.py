@@ -58,7 +58,7 @@ class ChatTemplate:
             )
         errors: list[Exception] = []
         # arguments of calls are objects to most templates, and JSON texts to some
-        for arguments_of in (_unchanged, json.dumps):
+        for arguments_of in (_as_object, _as_text):
             try:
                 return self.tokenizer.apply_chat_template(
                     [_plain(message, arguments_of, in_parts) for message in messages],
@@ -67,8 +67,8 @@ class ChatTemplate:
                     tokenize=False,
                     **self.arguments,
                 )
-            except (TemplateError, TypeError) as error:
-                errors.append(error)
+            except (TemplateError, TypeError, ValueError, AttributeError, LookupError) as error:
+                errors.append(error)  # whatever the template's own code raises
             if not any(message.get("tool_calls") for message in messages):
                 break
         raise TemplateRefusal(template_error([dict(m) for m in messages], self.tokenizer, errors[0])) from errors[0]
@@ -190,8 +190,18 @@ def _with_arguments(calls: Sequence[Mapping[str, Any]], arguments: Mapping[str, 
     return [{**call, "function": {**call["function"], "arguments": arguments}} for call in calls]
 
 
-def _unchanged(arguments: Any) -> Any:
+def _as_object(arguments: Any) -> Any:
+    """Arguments of a call as a dict: OpenAI's messages have them as JSON text."""
+    if isinstance(arguments, str):
+        try:
+            return json.loads(arguments)
+        except ValueError:
+            return arguments
     return arguments
+
+
+def _as_text(arguments: Any) -> str:
+    return arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
 
 
 def _common(one: str, other: str) -> str:
@@ -207,7 +217,9 @@ def _plain(message: Message, arguments_of: Callable[[Any], Any], in_parts: bool)
         plain["content"] = [{"type": "text", "text": plain["content"]}]
     if calls := plain.get("tool_calls"):
         plain["tool_calls"] = [
-            {**call, "function": {**call["function"], "arguments": arguments_of(call["function"]["arguments"])}}
+            {**call, "function": {**function, "arguments": arguments_of(function.get("arguments") or {})}}
+            if (function := call.get("function"))
+            else call
             for call in calls
         ]
     return plain
@@ -258,13 +270,17 @@ class TemplateReport:
     rendering: str = ""
     """The conversation with tools, or what the template says where it refuses one."""
     has_tools: bool = False
+    refused: str = ""
+    """What the template says where it renders no conversation at all."""
 
     @property
     def is_append_only(self) -> bool:
-        return not self.differences
+        return not self.differences and not self.refused
 
     def lines(self) -> list[str]:
         """The report for people."""
+        if self.refused:
+            return [f"not checked: {self.refused}"]
         shown = "tools, tool calls and tool results are shown" if self.has_tools and not self.not_shown else ""
         if self.not_shown:
             shown = f"{', '.join(self.not_shown)} are not shown"
