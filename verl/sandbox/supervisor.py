@@ -34,6 +34,8 @@ MIB = 1024 * 1024
 LOOK_EVERY_S = 0.02
 IDLE_LOOK_EVERY_S = 0.1
 """Seconds between two looks while nothing inside uses the processor, as between two batches."""
+LOOK_SHARE = 0.03
+"""Share of a processor that looks may take: each thread inside makes them dearer."""
 
 CODES = {Outcome.TIMEOUT: 121, Outcome.MEMORY: 122, Outcome.PROCESSES: 123}
 """Exit codes of a supervisor that ended its program."""
@@ -123,11 +125,13 @@ class Supervisor:
                 return 1
             if self.deadline and time.monotonic() >= self.deadline:
                 return CODES[Outcome.TIMEOUT]
+            start = time.thread_time()
             excess = self._excess()
             if excess:
                 return CODES[excess]
             ticks = sum(map(_ticks, [self.child, *descendants(self.child)]))
-            _wait_for_child(IDLE_LOOK_EVERY_S if ticks == self._ticks_seen else LOOK_EVERY_S)
+            pause = IDLE_LOOK_EVERY_S if ticks == self._ticks_seen else LOOK_EVERY_S
+            _wait_for_child(max(pause, (time.thread_time() - start) / LOOK_SHARE))
             self._ticks_seen = ticks
 
     def _ended(self) -> int | None:
