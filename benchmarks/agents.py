@@ -6,7 +6,8 @@ the processor, as games do; those of 50 ms sleep, as services do. ``workers`` 0:
 environment, its answers are made by the event loop. ``engine_busy`` is the share of the time in which the engine
 computes. CPU is in ms a turn: that of the driver has HTTP in it, and ``over_none`` is its ratio to the row ``none`` of
 as many episodes. ``wall_over_least`` is the time of the run over that of its longest part: the turns one after the
-other, the slots of the engine, or the processor time of all steps.
+other, the slots of the engine, or the processor time of all steps; ``waited_share`` of it the driver waited for a
+processor that others had.
 """
 
 from __future__ import annotations
@@ -149,7 +150,7 @@ async def run(config: Any, address: str, server: int, count: int, agent: str, tu
     await asyncio.gather(*(episode(config, client, row, number) for number, row in enumerate(rows[:16])))
     steps = (await client.health())[0]["steps"]
     start, cpu, before = time.perf_counter(), time.process_time(), cpu_seconds(host.pids)
-    server_before = cpu_seconds([server])
+    server_before, waited = cpu_seconds([server]), waited_seconds()
     outputs = await asyncio.gather(*(episode(config, client, row, number, 2000) for number, row in enumerate(rows)))
     wall, cpu = time.perf_counter() - start, time.process_time() - cpu
     of_workers, of_server = cpu_seconds(host.pids) - before, cpu_seconds([server]) - server_before
@@ -165,7 +166,16 @@ async def run(config: Any, address: str, server: int, count: int, agent: str, tu
         "cpu_ms": 1000 * cpu / count / turns,
         "worker_cpu_ms": 1000 * of_workers / count / turns,
         "server_cpu_ms": 1000 * of_server / count / turns,
+        "waited_share": (waited_seconds() - waited) / wall,
     }
+
+
+def waited_seconds() -> float:
+    """Seconds that this thread was ready to run and had no processor; 0 where the system does not tell."""
+    try:
+        return int(Path("/proc/self/schedstat").read_text().split()[1]) / 1e9
+    except OSError:
+        return 0.0
 
 
 def cpu_seconds(pids: Sequence[int]) -> float:

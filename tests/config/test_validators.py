@@ -372,7 +372,7 @@ def test_a_tree_made_by_hand_is_checked_too():
 
 UNBUILT = [
     f"{ROLLOUT}.name=server",
-    f"{ROLLOUT}.agent.num_workers=2", f"{ROLLOUT}.load_format=tensorizer",
+    f"{ROLLOUT}.load_format=tensorizer",
     "trainer.profile_steps=[1]", "trainer.worker_nsight_options.kill=sigterm",
     "trainer.npu_profile.options.level=level2", "actor_rollout_ref.profiler.ranks=[0]",
     "trainer.esi_redundant_time=60",

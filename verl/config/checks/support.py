@@ -145,7 +145,6 @@ LIMITS: tuple[Limit, ...] = (
     ),
     Limit("trainer.device", "Ascend NPUs", "use cuda or cpu", ("cuda", "cpu")),
     # rollout
-    Limit(f"{ROLLOUT}.agent.num_workers", "agent loops in processes of their own", "leave it alone"),
     Limit(
         f"{ROLLOUT}.load_format",
         "loading the engine's first weights another way",
