@@ -36,6 +36,7 @@ CASES = {
     "wrong_type ": "def step(self, action): return b'bytes', 0.0, True, False, {}",
     "wrong_type  ": "def step(self, action): return 'x' * 2**20, 0.0, True, False, {}",
     "wrong_type   ": "def step(self, action): return 'x', None, True, False, {}",
+    "wrong_type    ": "def frame(self): return 3",
     "info": "def step(self, action): return 'x', 1.0, True, False, {'success': 'yes'}",
 }
 SOURCE = """
@@ -62,6 +63,7 @@ TOLD = {
     "wrong_type ": "Decode bytes",
     "wrong_type  ": "1048576 characters",
     "wrong_type   ": "it must be a number",
+    "wrong_type    ": "frame returned 3; it must return text",
     "info": "info['success'] is 'yes'",
 }
 

@@ -229,6 +229,12 @@ def test_a_task_of_other_keys_and_a_step_without_an_episode_are_refused(name):
         make(name).step("")
 
 
+@pytest.mark.parametrize("name", [*GAMES, "Code"])
+def test_an_unknown_option_is_refused_with_the_known_ones(name):
+    with pytest.raises(TypeError, match=f"{name} got .*'promt'. Did you mean 'prompt'. It takes .*invalid_reward"):
+        make(name, promt="full")
+
+
 @pytest.mark.parametrize(
     "name, options",
     [

@@ -3,7 +3,7 @@
 import os
 import queue
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import numpy as np
@@ -42,7 +42,11 @@ for _number in range(max(2, os.cpu_count() or 1)):
 @contextmanager
 def _free_number() -> Iterator[int]:
     """A fork server that no other episode of this process uses: one program that hangs holds up no other."""
-    number = _NUMBERS.get()
+    number = None
+    while number is None:
+        # in slices: a thread that is interrupted because nobody waits for it any more must not take one and be gone
+        with suppress(queue.Empty):
+            number = _NUMBERS.get(timeout=0.1)
     try:
         yield number
     finally:

@@ -3,6 +3,7 @@
 An environment need not be one; it may have `reset` and `step` alone (`verl.envs.base`).
 """
 
+import inspect
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
@@ -11,6 +12,7 @@ from typing import Any, ClassVar, Literal
 import numpy as np
 
 from verl.rewards.scorers.matching import last_tagged
+from verl.utils.py_functional import nearest_name
 
 AnswerStyle = Literal["tag", "plain", "mention"]
 """Place of an action in the policy's text: the last ``<answer>...</answer>``; all of the text; the last mention."""
@@ -62,7 +64,14 @@ class TextGame(ABC):
         answer: AnswerStyle = "tag",
         max_steps: int | None = None,
         invalid_reward: float = 0.0,
+        **unknown: Any,
     ):
+        if unknown:
+            known = sorted(self.options())
+            raise TypeError(
+                f"{self.name} got an unexpected keyword argument {next(iter(unknown))!r}."
+                f"{nearest_name(next(iter(unknown)), known)} It takes {', '.join(known)}."
+            )
         styles = AnswerStyle.__args__  # type: ignore[attr-defined]  # what Literal lists
         self.require(answer in styles, "answer", answer, f"is unknown; it is one of {', '.join(styles)}")
         self.require(
@@ -76,6 +85,13 @@ class TextGame(ABC):
         self.is_truncated = False
         self.tells_success = True
         self.random = np.random.default_rng(0)
+
+    @classmethod
+    def options(cls) -> set[str]:
+        """Return the names of the arguments of this game and of all games."""
+        signatures = (inspect.signature(one.__init__) for one in (cls, TextGame))
+        named = inspect.Parameter.VAR_KEYWORD
+        return {name for one in signatures for name, it in one.parameters.items() if it.kind != named} - {"self"}
 
     @classmethod
     def require(cls, is_met: bool, key: str, value: Any, rule: str) -> None:

@@ -175,6 +175,13 @@ class Probe:
                 self.fault("info", f"info[{name!r}] is {answer.info[name]!r}; it must be True or False.")
         return answer
 
+    def look(self, environment: Any) -> None:
+        """Ask for a frame, as validation does with ``env.render_save_dir``."""
+        if callable(getattr(environment, "frame", None)):
+            frame = self.call(environment, "frame")
+            if not isinstance(frame, str):
+                self.fault("wrong_type", f"frame returned {frame!r:.80}; it must return text.")
+
     def closed(self, environment: Any) -> None:
         if callable(getattr(environment, "close", None)):
             try:
@@ -189,6 +196,7 @@ class Probe:
         try:
             answer = self.reset(environment, seed)
             played.reset_s = self.seconds
+            self.look(environment)
             played.answers.append(answer)
             actions = self.agent(environment, played)
             while len(played.actions) < self.setup["max_steps"]:
