@@ -216,3 +216,10 @@ def test_arguments_of_calls_are_written_as_the_template_reads_them(arguments, re
     )
     call = {"id": "call00000", "type": "function", "function": {"name": "x", "arguments": arguments}}
     assert template.render([{"role": "assistant", "tool_calls": [call]}]) == '{"a": "é"}'
+
+
+def test_a_turn_that_does_not_end_with_the_tokenizers_last_token_is_told():
+    tokenizer = make_tokenizer()
+    assert "generation_config.json" not in examine(ChatTemplate(tokenizer)).lines()[0]
+    tokenizer.eos_token = "<|unk|>"
+    assert "'<|unk|>': generation_config.json must name what ends it" in examine(ChatTemplate(tokenizer)).lines()[0]

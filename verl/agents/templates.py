@@ -269,6 +269,8 @@ class TemplateReport:
     """Of ``tools``, ``tool calls`` and ``tool results``; looked for only with tools."""
     rendering: str = ""
     """The conversation with tools, or what the template says where it refuses one."""
+    other_end: str = ""
+    """End-of-sequence token of the tokenizer, where the template does not end a turn with it."""
     has_tools: bool = False
     refused: str = ""
     """What the template says where it renders no conversation at all."""
@@ -287,7 +289,10 @@ class TemplateReport:
         history = ["append-only: each prompt begins with all tokens before it"]
         if self.differences:
             history = [f"not append-only: {difference}" for difference in self.differences.values()]
-        return [line for line in (f"a turn ends with {self.end_of_turn!r}", shown, *history) if line]
+        end = f"a turn ends with {self.end_of_turn!r}"
+        if self.other_end:
+            end += f" and not with the tokenizer's {self.other_end!r}: generation_config.json must name what ends it"
+        return [line for line in (end, shown, *history) if line]
 
     def refusal(self, mode: str, uses_template_history: bool) -> str | None:
         """Why ``multi_turn.tokenization_sanity_check_mode`` does not permit this template; None: it does.
@@ -358,6 +363,8 @@ def examine(template: ChatTemplate, has_tools: bool = False) -> TemplateReport:
     """
     differences: dict[str, Difference] = {}
     report = TemplateReport(template.before_answer("user") or "", differences, has_tools=has_tools)
+    last_token = template.tokenizer.eos_token or ""
+    report.other_end = last_token if last_token not in report.end_of_turn else ""
     for kind in ("messages", "reasoning"):
         if difference := _first_difference(template, kind):
             differences[kind] = difference
