@@ -6,15 +6,12 @@ from pathlib import Path
 import pytest
 
 from tests.agents.conftest import ROLLOUT
-from tests.support.learning import check_learned
 from tests.trainer.test_learning import TINY, rewards_of
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "agentic" / "openai_agent"
 AGENT = f"{ROLLOUT}__agent__openai_agent__"
 SETTINGS = {
-    f"{ROLLOUT}__agent__default_agent_loop": "openai_agent",
     f"{ROLLOUT}__calculate_log_probs": True,
-    "data__return_raw_chat": True,
     "data__max_response_length": 60,
 }
 
@@ -85,6 +82,7 @@ def test_an_agent_that_fails_takes_its_own_episode_only(run, tmp_path):
 def test_an_agent_outside_learns(file, tmp_path, monkeypatch):
     if file == "agent.py":
         pytest.importorskip("openai")
-    settings = {**TINY, **SETTINGS, f"{AGENT}function": f"{EXAMPLES / file}:solve", f"{ROLLOUT}__mode": "async"}
+    settings = {**TINY, **SETTINGS, f"{AGENT}function": f"{EXAMPLES / file}:solve"}
     del settings[f"{ROLLOUT}__calculate_log_probs"]
-    check_learned("agent outside", rewards_of(tmp_path, monkeypatch, **settings))
+    rewards = rewards_of(tmp_path, monkeypatch, **settings)
+    assert sum(rewards[:3]) / 3 < 0.3 and sum(rewards[-3:]) / 3 > 0.6, rewards

@@ -29,6 +29,15 @@ def test_rows_without_a_name_go_to_the_agent_loop_of_what_is_named(mode, words, 
     assert config.data.tool_config_path == rollout.multi_turn.tool_config_path
 
 
+@pytest.mark.parametrize("word", ["function=pkg://tests:agent", "command=[python,agent.py]"])
+def test_an_agent_outside_that_is_named_turns_agent_loops_on(word):
+    config = typed(f"{ROLLOUT}.agent.openai_agent.{word}")
+    rollout = config.actor_rollout_ref.rollout
+    assert (rollout.mode, rollout.agent.default_agent_loop) == ("async", "openai_agent") and config.data.return_raw_chat
+    other = typed(f"{ROLLOUT}.agent.openai_agent.{word}", f"{ROLLOUT}.agent.default_agent_loop=mine")
+    assert other.actor_rollout_ref.rollout.agent.default_agent_loop == "mine"
+
+
 def test_what_the_switch_changes_is_said():
     text = notes(ON, TOOLS, f"{ROLLOUT}.mode=sync", "data.return_raw_chat=false")
     assert f"{ON} runs agent loops: {ROLLOUT}.mode=async is used instead of sync" in text

@@ -33,6 +33,15 @@ BAD = {
         [f"{ROLLOUT}.mode=async", f"{ROLLOUT}.agent.default_agent_loop=tool_agent"], "an agent loop without tools"),
     "a conversation with nobody": (
         [f"{ROLLOUT}.mode=async", f"{ROLLOUT}.agent.default_agent_loop=interaction_agent"], "no simulated user"),
+    "no agent outside": (
+        [f"{ROLLOUT}.mode=async", f"{ROLLOUT}.agent.default_agent_loop=openai_agent"],
+        "openai_agent.function=null: no agent is named"),
+    "two agents outside": (
+        [f"{ROLLOUT}.agent.openai_agent.function=a.py:b", f"{ROLLOUT}.agent.openai_agent.command=[b]"],
+        "an episode has one agent"),
+    "an agent outside without messages": (
+        [f"{ROLLOUT}.mode=async", f"{ROLLOUT}.agent.default_agent_loop=openai_agent", "data.return_raw_chat=false"],
+        "an agent outside reads messages"),
     "prompts measured with other tools than they show": (
         [f"{TURNS}.enable=true", f"{TURNS}.tool_config_path=a.yaml", "data.tool_config_path=b.yaml"],
         "data.tool_config_path=b.yaml differs from"),

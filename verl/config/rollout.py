@@ -166,8 +166,9 @@ class AgentConfig(Config):
     tools in ``multi_turn.tool_num_workers``."""
 
     default_agent_loop: str = "single_turn_agent"
-    """Agent loop of the rows that have no ``agent_name``. With ``multi_turn.enable`` and unless given: ``tool_agent``
-    or ``interaction_agent``, by the tools and users that are named."""
+    """Agent loop of the rows that have no ``agent_name``. Unless given: ``openai_agent`` where one is named in
+    ``agent.openai_agent``; with ``multi_turn.enable`` ``tool_agent`` or ``interaction_agent``, by the tools and users
+    that are named."""
 
     agent_loop_config_path: str | None = None
     """Your agent loops: a Python file that registers them, or a YAML list of ``{name, _target_, ...}``, where

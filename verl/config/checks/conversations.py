@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from verl.config.base import Problem, get_path
 from verl.config.checks.base import IsGiven, contradictions, problem, validator
-from verl.config.conversations import DEFAULT_LOOP, TOOLS, TURNS, USERS
+from verl.config.conversations import DEFAULT_LOOP, OUTSIDE, TOOLS, TURNS, USERS
 from verl.config.ppo import ROLLOUT, PPOConfig
 from verl.config.rollout import SINGLE_TURN
 from verl.config.tree import show
@@ -15,6 +15,14 @@ contradictions(
         f"{TURNS}.enable with {ROLLOUT}.mode!=async": f"only agent loops hold conversations. Set {ROLLOUT}.mode=async.",
         f"{DEFAULT_LOOP}=interaction_agent with {USERS}=null": (
             f"no simulated user is named who could answer. Name a YAML file of interactions in {USERS}."
+        ),
+        f"{DEFAULT_LOOP}=openai_agent with {OUTSIDE[0]}=null if {OUTSIDE[1]}=null, "
+        f"{ROLLOUT}.agent.agent_loop_config_path=null": (
+            f"no agent is named. Set it to path/file.py:function, or {OUTSIDE[1]} to a program."
+        ),
+        f"{OUTSIDE[0]}!=null with {OUTSIDE[1]}!=null": "an episode has one agent. Set one of the two.",
+        f"{DEFAULT_LOOP}=openai_agent with data.return_raw_chat=false": (
+            "an agent outside reads messages. Set data.return_raw_chat=true."
         ),
     },
 )

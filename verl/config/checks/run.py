@@ -269,6 +269,7 @@ _HUB_NAME = re.compile(r"\w[\w.-]*/[\w.-]+(:[\w.-]+)?(:[\w.-]+(\[[^\]]*\])?)?")
 """A data set of the Hugging Face hub; whether it can be had is seen when it is loaded."""
 
 _FUNCTIONS_IN_FILES = (
+    "actor_rollout_ref.rollout.agent.openai_agent.function",
     "algorithm.adv_estimator",
     "actor_rollout_ref.actor.policy_loss.loss_mode",
     "reward_model.reward_manager",
@@ -327,7 +328,7 @@ def _python_files(config: PPOConfig) -> Iterator[Problem]:
             yield Problem(key, f"{key}={path} does not exist (looked in {Path.cwd()}). Give a {kind} file.")
     for key in _FUNCTIONS_IN_FILES:
         name = get_path(config, key)
-        path, _ = split_file_name(name) or (None, None)
+        path, _ = split_file_name(name or "") or (None, None)
         if path and not _is_remote(path) and not _exists(path):
             yield Problem(
                 key, f"{key}={name} does not exist: no {path} in {Path.cwd()}. Give a Python file and a function in it."
