@@ -89,3 +89,9 @@ def test_an_unknown_backend_is_refused():
 def test_a_record_splits_into_what_went_in_what_came_out_and_the_rest():
     record = {"step": 1, "prompt_ids": [1], "response_ids": [2], "score": 0.5}
     assert inputs_and_outputs(record) == ({"prompt_ids": [1]}, {"response_ids": [2]}, {"step": 1, "score": 0.5})
+
+
+def test_the_turns_of_a_trajectory_are_what_came_out():
+    turns, rows = [{"role": "assistant", "text": "up"}], [{"prompt_ids": [1], "response_ids": [2]}]
+    record = {"step": 1, "turns": turns, "rows": rows, "status": "completed"}
+    assert inputs_and_outputs(record) == ({}, {"turns": turns, "rows": rows}, {"step": 1, "status": "completed"})

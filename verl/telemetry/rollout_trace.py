@@ -1,7 +1,8 @@
 """Traces of the samples of a run, one record a sample: ``rollout.trace.backend``.
 
-A record is a mapping of JSON values: ``step``, ``uid``, ``prompt_ids``, ``response_ids``, ``score``, ... Knows records
-and places, not where records come from. A backend's package is imported when the backend is chosen and not before.
+A record is a mapping of JSON values: ``step``, ``uid``, ``prompt_ids``, ``response_ids``, ``score``, ...; of several
+turns also ``turns``. Knows records and places, not where records come from. A backend's package is imported when the
+backend is chosen and not before.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from verl.utils.process import warn_once
 Record = Mapping[str, Any]
 
 _INPUTS = ("prompt_ids", "prompt")
-_OUTPUTS = ("response_ids", "response")
+_OUTPUTS = ("response_ids", "response", "turns", "rows")
 
 _IS_OPEN: list[bool] = []  # not empty once this process has opened a trace
 
