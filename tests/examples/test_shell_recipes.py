@@ -91,5 +91,21 @@ def test_quickstart_names_what_is_wrong(arguments, words):
     assert words in shown.stderr
 
 
+@pytest.mark.parametrize("flags", [(), ("--estimator", "gigpo", "--blind")], ids=["plain", "blind"])
+def test_quickstart_of_agents_runs_the_recipe(flags, tmp_path):
+    command = ["bash", "scripts/quickstart_agent.sh", "--dry-run", *flags, "--steps", "3", "trainer.seed=7"]
+    env = {key: value for key, value in os.environ.items() if key not in ("RUN", "STEPS", "MODEL")}
+    shown = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
+    assert shown.returncode == 0, shown.stderr
+    environment, _, call = shown.stdout.strip().partition(" bash ")
+    recipe, *arguments = call.split()
+    settings = dict(word.split("=", 1) for word in environment.split())
+    (overrides,) = main_ppo_overrides(calls_of(ROOT / recipe, tmp_path, *arguments, environment=settings))
+    config = load_ppo_config(overrides)
+    assert (config.trainer.total_training_steps, config.trainer.test_freq, config.trainer.seed) == (3, 3, 7)
+    assert config.algorithm.adv_estimator == ("gigpo" if flags else "grpo")
+    assert config.env.tag("FrozenLake").kwargs.get("show_map", True) == (not flags)
+
+
 def test_ci_calls_exactly_the_test_script():
     assert re.search(r"exec bash scripts/test\.sh$", (ROOT / ".ci" / "run").read_text().strip())

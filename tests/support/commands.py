@@ -1,4 +1,4 @@
-"""The main_ppo command lines a shell script would run, found by running it with a Python that only takes notes."""
+"""The main_ppo and main_agentic command lines a shell script would run, found by running it with a Python that only takes notes."""
 
 from __future__ import annotations
 
@@ -30,5 +30,6 @@ def calls_of(script: Path, folder: Path, *arguments: str, environment: dict[str,
 
 
 def main_ppo_overrides(calls: list[list[str]]) -> list[list[str]]:
-    """The overrides of those calls that run main_ppo."""
-    return [call[2:] for call in calls if call[:2] == ["-m", "verl.trainer.main_ppo"]]
+    """The overrides of those calls that run main_ppo, or main_agentic, which takes the same."""
+    jobs = ("verl.trainer.main_ppo", "verl.trainer.main_agentic")
+    return [call[2:] for call in calls if call[:1] == ["-m"] and call[1] in jobs]
