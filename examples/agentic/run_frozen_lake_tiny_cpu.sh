@@ -33,6 +33,7 @@ options=(
     actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=64
     actor_rollout_ref.actor.optim.lr=2e-3
     actor_rollout_ref.actor.optim.weight_decay=0
+    actor_rollout_ref.actor.optim.betas="[0.9,0.99]"
     actor_rollout_ref.actor.fsdp_config.mixed_precision.param_dtype=fp32
     actor_rollout_ref.rollout.name=hf
     actor_rollout_ref.rollout.dtype=float32

@@ -1,4 +1,4 @@
-"""The main_ppo and main_agentic command lines a shell script would run, found by running it with a Python that only takes notes."""
+"""The command lines of training that a shell script would run, found by running it with a Python that takes notes."""
 
 from __future__ import annotations
 

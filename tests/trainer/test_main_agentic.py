@@ -14,9 +14,12 @@ from verl.batch.ragged import Layout, Ragged
 from verl.config.env import EnvConfig, EnvSplitConfig, EnvValidationConfig
 from verl.config.load import load
 from verl.data.env_groups import EnvGroupDataset
+from verl.preflight.environments import missing_environments
+from verl.preflight.machine import names_in_files
 from verl.protocol import DataProto
 from verl.rewards.managers.episode import reward_of_episodes
 from verl.rewards.managers.scoring import compute_reward
+from verl.trainer.main_agentic import main
 from verl.trainer.ppo.experience import Shaping
 from verl.utils.tiny_model import make_tiny_model
 
@@ -280,3 +283,38 @@ def test_an_environment_without_rewards_is_named():
     del data.non_tensor_batch["turn_rewards"]
     with pytest.raises(ValueError, match="the agent loops of this batch return none"):
         compute_reward(data, reward_of_episodes(Function(), "environment"))
+
+
+# -- before a model is loaded ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (["env.train.tags=[FrozenLak]"], "environment type 'FrozenLak' is not known"),
+        (["env.train.tags=[FrozenLak]"], "FrozenLake"),
+        (["env.registry.FrozenLake.kwargs.size=1"], "FrozenLake: size=1 must be at least 2"),
+        (["env.registry.FrozenLake.kwargs.sizes=3"], "unexpected keyword argument 'sizes'"),
+        (["env.registry.FrozenLake.type=nowhere.py:Lake"], "there is no file nowhere.py"),
+    ],
+)
+def test_the_doctor_names_what_is_wrong_with_an_environment(words, sentence):
+    config = typed(*GROUPS, *words)
+    found = [problem.text for problem in (*missing_environments(config), *names_in_files(config))]
+    assert any(sentence in text for text in found), found
+
+
+def test_the_doctor_finds_nothing_wrong_with_a_runnable_environment(tmp_path):
+    file = tmp_path / "mine.py"
+    file.write_text("class Lake:\n    pass\n")
+    words = [f"env.registry.mine.type={file}:Lake", "env.train.tags=[FrozenLake,mine]"]
+    config = typed(*GROUPS, *words)
+    assert [*missing_environments(config), *names_in_files(config)] == []
+    (problem,) = names_in_files(typed(*GROUPS, *words, f"env.registry.mine.type={file}:Sea"))
+    assert "Sea" in problem.text and "is not defined in" in problem.text
+
+
+def test_main_agentic_asks_for_environments(capsys):
+    with pytest.raises(SystemExit) as end:
+        main(["trainer.total_training_steps=1", "--check"])
+    assert end.value.code == 2 and "env.train.tags must be given" in capsys.readouterr().err

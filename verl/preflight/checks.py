@@ -17,6 +17,7 @@ from verl.config.load import LoadedConfig, load
 from verl.config.model_info import shape_of
 from verl.config.ppo import ACTOR, MODEL, ROLLOUT, PPOConfig
 from verl.config.unused_options import given_to, unused_in_source
+from verl.preflight.environments import missing_environments
 from verl.preflight.estimates import checkpoint_bytes, derivation, memory_plan, prompts_key, total_steps
 from verl.preflight.machine import (
     Machine,
@@ -148,6 +149,7 @@ def _examine(
             missing_models(config),
             missing_devices(config, machine),
             missing_packages(config, machine),
+            missing_environments(config),
             names_in_files(config),
             missing_modules(config),
             missing_services(config),

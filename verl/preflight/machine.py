@@ -18,6 +18,7 @@ from urllib.parse import urlsplit
 from verl.config.base import Problem, did_you_mean, get_path, leaves
 from verl.config.checks.base import models, trained_roles
 from verl.config.ppo import ACTOR, MODEL, ROLLOUT, PPOConfig
+from verl.preflight.environments import environment_files
 from verl.preflight.report import Finding, format_bytes
 from verl.utils.distribution import install_command
 from verl.utils.import_utils import is_package_available, split_file_name
@@ -227,9 +228,14 @@ def names_in_files(config: PPOConfig) -> Iterator[Problem]:
     for key in ("algorithm.adv_estimator", f"{ACTOR}.policy_loss.loss_mode", "reward_model.reward_manager"):
         if found := split_file_name(get_path(config, key)):
             named.append((key, *found))
+    named += environment_files(config)
     for key, path, name in named:
-        setting, file = f"{key}={get_path(config, key)}", Path(path).expanduser()
+        in_registry = key.startswith("env.registry.")
+        value = f"{path}:{name}" if in_registry else get_path(config, key)
+        setting, file = f"{key}={value}", Path(path).expanduser()
         if not file.is_file():
+            if in_registry:
+                yield Problem(key, f"{setting}: there is no file {path} (looked from {os.getcwd()}). Correct the path.")
             continue
         try:
             tree = ast.parse(file.read_text(encoding="utf-8"))
