@@ -47,6 +47,7 @@ BAD = {
         "data.tool_config_path=b.yaml differs from"),
     "judge without a name": (["reward_model.judge.url=http://h/v1"], "name the model as the server knows it"),
     "an unknown key of an environment": (["env.registry.a.typ=b"], "env.registry.a.typ is not an option"),
+    "agents without an environment": (["env.train.tags=null"], "env.train.tags must be given"),
     "more tags than groups": (
         [*GROUPS, "env.train.tags=[FrozenLake,Sokoban]", "env.train.n_groups=1"], "is less than the 2 tags"),
     "another number of responses than environments": (

@@ -24,7 +24,8 @@ class EnvSplitConfig(Config):
     """Further groups that a step starts; it trains on those complete first. Becomes ``rollout.over_sample_rate``."""
 
     tags: list[str] | None = option([])
-    """Names of ``env.registry``, or of built-in environments, that take part. Empty: the run reads data files."""
+    """Names of ``env.registry``, or of built-in environments, that take part. Empty: the run reads data files. Null,
+    as ``main_agentic`` has it: they must be given."""
 
     groups_per_tag: list[int] | None = None
     """Groups of each tag, ``n_groups`` in all. Null: as equal as can be."""

@@ -28,6 +28,13 @@ def registry_entries(config: PPOConfig) -> Iterator[Problem]:
 
 
 @validator("error")
+def environments_named(config: PPOConfig) -> Iterator[Problem]:
+    if config.env.train.tags is None:
+        text = "env.train.tags must be given: the environments to train in, as in env.train.tags=[FrozenLake]. Or run "
+        yield Problem("env.train.tags", f"{text}verl.trainer.main_ppo, to train on data files.")
+
+
+@validator("error")
 def groups_of_tags(config: PPOConfig) -> Iterator[Problem]:
     """Groups of each tag, and numbers of groups and of episodes, that do not come to what the split says."""
     env = config.env
