@@ -133,6 +133,7 @@ class MarkedToolParser(ToolParser):
         return ToolCall(name, dict(arguments), id=given if isinstance(given, str) else "", raw=self._text(raw))
 
 
+@ToolParser.register("qwen")
 @ToolParser.register("hermes")
 class HermesToolParser(MarkedToolParser):
     """``<tool_call>{"name": ..., "arguments": {...}}</tool_call>``: Hermes, Qwen2.5, Qwen3."""

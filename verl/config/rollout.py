@@ -115,8 +115,8 @@ class MultiTurnConfig(Config):
     those of whitespace too; ``disable``: all, and tools that the template does not show."""
 
     format: str = "hermes"
-    """Format of the model's tool calls: ``hermes`` (Qwen2.5, Qwen3), ``llama3_json``, ``qwen3_coder`` (and Qwen3.5),
-    ``glm``, ``gpt-oss``, ``mistral``; one of yours by its registered name, or as FILE.py:CLASS."""
+    """Format of the model's tool calls: ``hermes`` (or ``qwen``: Qwen2.5, Qwen3), ``llama3_json``, ``qwen3_coder``
+    (and Qwen3.5), ``glm``, ``gpt-oss``, ``mistral``; one of yours by its registered name, or as FILE.py:CLASS."""
 
 
 @dataclass

@@ -5,19 +5,21 @@
 set -euo pipefail
 
 STEPS=${STEPS:-100}
-FOLDER=${FOLDER:-data/higher_lower}             # python examples/agentic/higher_lower/prepare.py $FOLDER
+MODEL=${MODEL:-data/higher_lower/model}        # python examples/agentic/higher_lower/prepare.py data/higher_lower
+DATA=${DATA:-data/higher_lower}
 RUN=${RUN:-runs/higher-lower}
 
 options=(
     algorithm.adv_estimator=grpo
     env.reward=environment                          # the user's scores of the turns, no reward function
-    data.train_files="$FOLDER/train.parquet"
-    data.val_files="$FOLDER/val.parquet"
+    data.train_files="$DATA/train.parquet"
+    data.val_files="$DATA/val.parquet"
     data.train_batch_size=9
     data.max_prompt_length=24
     data.max_response_length=48
     data.dataloader_num_workers=0
-    actor_rollout_ref.model.path="$FOLDER/model"
+    actor_rollout_ref.model.path="$MODEL"
+    actor_rollout_ref.model.custom_chat_template=examples/agentic/higher_lower/chat_template.jinja
     actor_rollout_ref.model.enable_gradient_checkpointing=false
     actor_rollout_ref.model.use_remove_padding=true
     actor_rollout_ref.actor.strategy=local
@@ -29,6 +31,7 @@ options=(
     actor_rollout_ref.actor.optim.lr=2e-3
     actor_rollout_ref.actor.optim.weight_decay=0
     actor_rollout_ref.rollout.name=hf
+    actor_rollout_ref.rollout.mode=async
     actor_rollout_ref.rollout.dtype=float32
     actor_rollout_ref.rollout.n=8
     actor_rollout_ref.rollout.multi_turn.enable=true
@@ -37,6 +40,7 @@ options=(
     actor_rollout_ref.rollout.multi_turn.max_tokens_per_turn=1
     trainer.device=cpu
     trainer.n_gpus_per_node=1
+    trainer.controller=local
     trainer.project_name=agentic
     trainer.experiment_name=higher-lower
     trainer.logger=file

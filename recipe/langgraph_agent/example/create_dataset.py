@@ -1,6 +1,6 @@
 """Write train.parquet and test.parquet with expressions for the agent of math_expression.py.
 
-    python recipe/langgraph_agent/example/create_dataset.py --folder data/math_expression
+python recipe/langgraph_agent/example/create_dataset.py --folder data/math_expression
 """
 
 import argparse
