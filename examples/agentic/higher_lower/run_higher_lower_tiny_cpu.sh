@@ -4,7 +4,7 @@
 # Numbers are fp32 in actor and rollout: with bf16 the two disagree about tokens of a policy this small.
 set -euo pipefail
 
-STEPS=${STEPS:-100}
+STEPS=${STEPS:-150}
 MODEL=${MODEL:-data/higher_lower/model}        # python examples/agentic/higher_lower/prepare.py data/higher_lower
 DATA=${DATA:-data/higher_lower}
 RUN=${RUN:-runs/higher-lower}
@@ -14,9 +14,10 @@ options=(
     env.reward=environment                          # the user's scores of the turns, no reward function
     data.train_files="$DATA/train.parquet"
     data.val_files="$DATA/val.parquet"
-    data.train_batch_size=9
+    data.train_batch_size=24
     data.max_prompt_length=24
     data.max_response_length=48
+    data.shuffle=false                              # each number equally often in every step
     data.dataloader_num_workers=0
     actor_rollout_ref.model.path="$MODEL"
     actor_rollout_ref.model.custom_chat_template=examples/agentic/higher_lower/chat_template.jinja
@@ -25,10 +26,10 @@ options=(
     actor_rollout_ref.actor.strategy=local
     actor_rollout_ref.actor.fsdp_config.model_dtype=fp32
     actor_rollout_ref.actor.fsdp_config.mixed_precision.param_dtype=fp32
-    actor_rollout_ref.actor.ppo_mini_batch_size=9
+    actor_rollout_ref.actor.ppo_mini_batch_size=24
     actor_rollout_ref.actor.use_dynamic_bsz=true
     actor_rollout_ref.actor.ppo_max_token_len_per_gpu=8192
-    actor_rollout_ref.actor.optim.lr=2e-3
+    actor_rollout_ref.actor.optim.lr=4e-3
     actor_rollout_ref.actor.optim.weight_decay=0
     actor_rollout_ref.rollout.name=hf
     actor_rollout_ref.rollout.mode=async
