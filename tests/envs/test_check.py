@@ -195,4 +195,10 @@ def test_the_environments_are_listed_with_their_options(capsys):
     shown = capsys.readouterr().out
     assert "FrozenLake" in shown and "gymnasium:" in shown
     assert main(["env", "list", "FrozenLake"]) == 0
-    assert "num_holes" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert "num_holes: int | None = None" in shown and "invalid_reward: of a turn" in shown
+    assert main(["env", "list", "nonsense"]) == 2
+    assert "is not known" in capsys.readouterr().err
+    with pytest.raises(SystemExit) as end:
+        main(["env", "check", "FrozenLake", "--episodes", "0"])
+    assert end.value.code == 2

@@ -18,10 +18,12 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from typing import Any
 
 from verl.envs.adapters import ADAPTERS
 from verl.envs.base import environment_class, known_names
+from verl.envs.game import TextGame
 from verl.sandbox.messages import FrameReader, framed, start_child
 from verl.sandbox.outcomes import Outcome
 from verl.sandbox.pool import stack_of
@@ -296,7 +298,8 @@ def text_of(report: Report, shows: bool = False) -> str:
             times = f" ({one.count} times)" if one.count > 1 else ""
             lines.append(f"{level}: {one.check}: {one.text}{place}{times}")
             lines += [f"    {line}" for line in one.trace.strip().splitlines()[-12:]]
-    lines.append(f"{len(report.faults)} faults, {len(report.warnings)} warnings")
+    counts = ((len(report.faults), "fault"), (len(report.warnings), "warning"))
+    lines.append(", ".join(f"{count} {word}{'s' * (count != 1)}" for count, word in counts))
     return "\n".join(lines)
 
 
@@ -314,13 +317,23 @@ def _listed(name: str | None) -> str:
     if name in ADAPTERS:
         return "\n".join(f"{name}:{one}" for one in _names_in(str(name)))
     if name:
-        return inspect.getdoc(environment_class(name)) or f"{name} has no docstring."
+        return _described(environment_class(name))
     lines = [f"{one:<14} {(inspect.getdoc(environment_class(one)) or '').partition('.')[0]}." for one in known_names()]
     lines += ["", "path/file.py:Class, package.module.Class: your own; docs/environments.md", ""]
     for prefix, (_, package, extra, example) in ADAPTERS.items():
         state = "installed" if is_package_available(package) else f"not installed: {install_command(extra)}"
         lines.append(f"{f'{prefix}:{example}':<32} {state}")
     return "\n".join([*lines, "", "verl env list NAME tells the options of one, or the names of a package."])
+
+
+def _described(maker: Any) -> str:
+    """Return signature and docstring of a class; of a game with the arguments that all games have."""
+    cls = maker.func if isinstance(maker, partial) else maker
+    arguments = ", ".join(str(one) for one in inspect.signature(cls).parameters.values())
+    parts = [f"{cls.__name__}({arguments})", inspect.getdoc(cls) or "It has no docstring."]
+    if isinstance(cls, type) and issubclass(cls, TextGame):
+        parts += ["TextGame:", inspect.getdoc(TextGame) or ""]
+    return "\n\n".join(parts)
 
 
 def _names_in(prefix: str) -> list[str]:
@@ -353,6 +366,12 @@ def _pair(text: str) -> tuple[str, Any]:
         return key, value
 
 
+def _above_zero(text: str) -> int:
+    if not text.isdigit() or not int(text):
+        raise argparse.ArgumentTypeError(f"{text} is no whole number above 0.")
+    return int(text)
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser("verl env", description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True, metavar="check|list")
@@ -360,16 +379,18 @@ def _parser() -> argparse.ArgumentParser:
     one.add_argument("name", help="built-in name, path/file.py:Class, package.module.Class, or gymnasium:ID")
     one.add_argument("--agent", choices=["random", "solve", "keyboard"], default="random")
     one.add_argument("--actions", nargs="+", metavar="TEXT", help="texts that the random agent chooses from")
-    one.add_argument("--episodes", type=int, help="default: 100, with the keyboard 1")
+    one.add_argument("--episodes", type=_above_zero, metavar="N", help="default: 100, with the keyboard 1")
     one.add_argument("--seed", type=int, default=0, help="of the first episode")
     one.add_argument(
         "--kwargs", type=_pair, nargs="+", default=[], metavar="KEY=VALUE", help="as env.registry.*.kwargs"
     )
     one.add_argument("--task", type=_pair, nargs="+", default=[], metavar="KEY=VALUE", help="what a row's task brings")
-    one.add_argument("--max-steps", type=int, default=100, help="turns after which an episode is left")
+    one.add_argument(
+        "--max-steps", type=_above_zero, default=100, metavar="N", help="turns after which an episode is left"
+    )
     one.add_argument("--reset-timeout", type=float, default=60.0, metavar="SECONDS")
     one.add_argument("--step-timeout", type=float, default=60.0, metavar="SECONDS")
-    one.add_argument("--memory-mb", type=int, default=8192, metavar="MIB", help="that the environment may use")
+    one.add_argument("--memory-mb", type=_above_zero, default=8192, metavar="MIB", help="that the environment may use")
     one.add_argument("--show", action="store_true", help="print the first episode")
     one.add_argument("--json", action="store_true", help="print the report as JSON")
     one.add_argument("--strict", action="store_true", help="exit code 1 with warnings")
@@ -390,7 +411,11 @@ def main(words: list[str]) -> int:
     """Run ``verl env ...``; returns the exit code."""
     options = _parser().parse_args(words)
     if options.command == "list":
-        print(_listed(options.name))
+        try:
+            print(_listed(options.name))
+        except (ValueError, ImportError, AttributeError, OSError, RuntimeError) as error:
+            print(f"error: {error}", file=sys.stderr)
+            return 2
         return 0
     report = check(
         options.name,

@@ -30,6 +30,7 @@ ODD_TEXTS = ("", " \n", "\x00", "🦆" * 10, "<answer></answer>", "<answer>" * 5
 """What a policy may write as well: no environment may fail on it."""
 
 _OWN = "Draw from a generator of the environment's own: numpy.random.default_rng(seed) in reset."
+_UNSEEDED = "It draws from what no seed sets: a generator without a seed, a clock, the order of a set, a service."
 
 
 def main() -> None:
@@ -259,7 +260,7 @@ class Probe:
         if _first_difference(alone, again) is not None:
             one, two = (self.again(self.made(), played, states=states) for _ in range(2))
             is_global = _first_difference(one, two) is None
-            return "deterministic", _OWN if is_global else "It draws from what no seed sets: a clock, a set, a service."
+            return "deterministic", _OWN if is_global else _UNSEEDED
         beside = self.again(self.made(), played, other=self.made())
         if _first_difference(alone, beside) is not None:
             return "shared", "It differs where another instance plays at the same time. Keep all state in self."
