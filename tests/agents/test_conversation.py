@@ -338,7 +338,7 @@ def test_a_turn_without_log_probs_leaves_the_row_without():
     assert conversation.rows()[0].response_logprobs is None
 
 
-def config(template_kwargs=None, tags=(), **changes):
+def config(template_kwargs=None, makes_rows=False, **changes):
     multi_turn = {
         "enable": True,
         "use_inference_chat_template": False,
@@ -351,7 +351,7 @@ def config(template_kwargs=None, tags=(), **changes):
     agent = SimpleNamespace(default_agent_loop="single_turn_agent")
     rollout = SimpleNamespace(multi_turn=SimpleNamespace(**multi_turn), agent=agent, prompt_length=64)
     data = SimpleNamespace(apply_chat_template_kwargs=template_kwargs or {})
-    env = SimpleNamespace(train=SimpleNamespace(tags=tags), val=SimpleNamespace(tags=[]))
+    env = SimpleNamespace(makes_rows=makes_rows)
     return SimpleNamespace(actor_rollout_ref=SimpleNamespace(rollout=rollout), data=data, env=env)
 
 
@@ -365,17 +365,18 @@ def test_a_configuration_has_one_renderer_and_its_template_arguments():
 
 
 def test_the_report_is_printed_before_anything_is_generated(capsys):
-    report = check_chat_template(make_tokenizer("byte"), None, config(tool_config_path="tools.yaml"))
-    assert report.is_append_only and report.has_tools
+    tokenizer = make_tokenizer("byte")
+    reports = [check_chat_template(tokenizer, None, config(tool_config_path="tools.yaml")) for _ in range(2)]
+    assert reports[0].is_append_only and reports[0].has_tools and reports[1] is reports[0]
     printed = capsys.readouterr().out
-    assert "append-only" in printed and "tools, tool calls and tool results are shown" in printed
+    assert printed.count("append-only") == 1 and "tools, tool calls and tool results are shown" in printed
 
 
 def test_a_run_of_single_turns_asks_nothing_of_the_template():
     tokenizer = make_tokenizer("byte")
     tokenizer.chat_template = None
     assert check_chat_template(tokenizer, None, config(enable=False)) is None
-    for conversations in (config(), config(enable=False, tags=["FrozenLake"])):
+    for conversations in (config(), config(enable=False, makes_rows=True)):
         with pytest.raises(TemplateRefusal, match="custom_chat_template"):
             check_chat_template(tokenizer, None, conversations)
 

@@ -164,18 +164,21 @@ class ChatRenderer:
 
 
 def check_chat_template(tokenizer: Any, processor: Any, config: Any) -> TemplateReport | None:
-    """Examine the chat template, print what it does, if the configuration holds conversations of several turns.
+    """Examine the chat template if the configuration holds conversations of several turns; print what it does once.
 
     Raises:
         TemplateRefusal: ``multi_turn.tokenization_sanity_check_mode`` does not permit it.
     """
     rollout = config.actor_rollout_ref.rollout
-    holds_episodes = rollout.agent.default_agent_loop in _EPISODE_LOOPS or config.env.train.tags or config.env.val.tags
+    holds_episodes = rollout.agent.default_agent_loop in _EPISODE_LOOPS or config.env.makes_rows
     if not (rollout.multi_turn.enable or holds_episodes):
         return None
     has_tools = bool(rollout.multi_turn.tool_config_path or rollout.multi_turn.function_tool_path)
-    report = ChatRenderer.of(tokenizer, processor, config).report(has_tools)
-    print(*(f"template {line}" for line in report.lines()), sep="\n", flush=True)
+    renderer = ChatRenderer.of(tokenizer, processor, config)
+    is_new = has_tools not in renderer._reports
+    report = renderer.report(has_tools)
+    if is_new:
+        print(*(f"template {line}" for line in report.lines()), sep="\n", flush=True)
     return report
 
 

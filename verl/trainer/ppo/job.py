@@ -226,6 +226,10 @@ class PPOJob:
         processor = hf_processor(path, **reading)
         if config.reward_model.enable:
             check_reward_model(config, tokenizer)
+        if config.actor_rollout_ref.rollout.mode == "async":
+            from verl.agents.conversation import check_chat_template  # with the servers' packages: in this mode alone
+
+            check_chat_template(tokenizer, processor, config)
         roles = self.roles or default_roles(config)
         trainer_cls = self.trainer_cls
         if trainer_cls is RayPPOTrainer and config.actor_rollout_ref.rollout.async_ratio:
