@@ -86,3 +86,17 @@ def test_an_agent_outside_learns(file, tmp_path, monkeypatch):
     del settings[f"{ROLLOUT}__calculate_log_probs"]
     rewards = rewards_of(tmp_path, monkeypatch, **settings)
     assert sum(rewards[:3]) / 3 < 0.3 and sum(rewards[-3:]) / 3 > 0.6, rewards
+
+
+def test_an_agent_that_was_put_off_goes_on_with_the_answers_it_had(run, tmp_path):
+    """It runs again from its start, and is given again what it was answered; the rest comes from newer weights."""
+    settings = {
+        f"{AGENT}function": f"{EXAMPLES / 'agent_urllib.py'}:solve",
+        f"{ROLLOUT}__partial_rollout": True,
+        f"{ROLLOUT}__over_sample_rate": 1.0,
+        f"{ROLLOUT}__max_running_requests": 8,
+        "trainer__total_training_steps": 4,
+    }
+    trainer, steps = run(**SETTINGS, **settings)
+    assert all(row["num_turns"] == 4 and row["status"] == "completed" for rows in steps for row in rows)
+    assert trainer.metrics["rollout/prompts_put_off"] > 0 and trainer.metrics["rollout/tokens_discarded"] == 0
