@@ -210,18 +210,20 @@ def _common(one: str, other: str) -> str:
     return one[:length]
 
 
+def _plain_call(call: Mapping[str, Any], arguments_of: Callable[[Any], Any]) -> Mapping[str, Any]:
+    named: Mapping[str, Any] | None = call.get("function")
+    if not named:
+        return call
+    return {**call, "function": {**named, "arguments": arguments_of(named.get("arguments") or {})}}
+
+
 def _plain(message: Message, arguments_of: Callable[[Any], Any], in_parts: bool) -> dict[str, Any]:
     """A message as templates read it: a dict without nulls."""
     plain = {key: value for key, value in message.items() if value is not None}
     if in_parts and isinstance(plain.get("content"), str):
         plain["content"] = [{"type": "text", "text": plain["content"]}]
     if calls := plain.get("tool_calls"):
-        plain["tool_calls"] = [
-            {**call, "function": {**function, "arguments": arguments_of(function.get("arguments") or {})}}
-            if (function := call.get("function"))
-            else call
-            for call in calls
-        ]
+        plain["tool_calls"] = [_plain_call(call, arguments_of) for call in calls]
     return plain
 
 

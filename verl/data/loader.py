@@ -254,7 +254,8 @@ def build_dataset(
         # prompts are measured within __init__, and that of a user's class need not know this argument
         dataset = dataset_cls.__new__(dataset_cls)
         dataset.tool_schemas = tool_schemas
-        dataset.__init__(data_files=files, tokenizer=tokenizer, processor=processor, config=config, **arguments)
+        initialize: Callable[..., None] = type(dataset).__init__
+        initialize(dataset, data_files=files, tokenizer=tokenizer, processor=processor, config=config, **arguments)
     else:
         dataset = dataset_cls(data_files=files, tokenizer=tokenizer, processor=processor, config=config, **arguments)
     # a class of the user's may read other columns

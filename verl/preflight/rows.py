@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -460,7 +460,7 @@ class Prompts:
         texts = {}
         part = self.table.select(positions)
         prompts = part.column(prompt_column(self.data))
-        rows = [{}] * len(positions) if self.tool_schemas is None else part
+        rows: Iterable[Any] = [{}] * len(positions) if self.tool_schemas is None else part
         for position, prompt, row in zip(positions, prompts, rows, strict=True):
             messages = as_messages(read_prompt(prompt, self.data), self.tokenizer, self.kinds) or []
             arguments = dict(self.data.apply_chat_template_kwargs or {})
