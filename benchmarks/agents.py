@@ -1,13 +1,16 @@
 """Episodes in environments: episodes a second, busy share of the engine, CPU of the driver a turn, prefixes reused.
 
-``python -m benchmarks.agents [--turns 4] [--save]``. A rollout server in a process of its own answers each turn with 16
-tokens, 2 ms a step, 256 requests at a time, and no model: what is measured is everything around it. Steps of 1 ms use
-the processor, as games do; those of 50 ms sleep, as services do. ``workers`` 0: threads of the driver; ``none``: no
-environment, its answers are made by the event loop. ``engine_busy`` is the share of the time in which the engine
-computes. CPU is in ms a turn: that of the driver has HTTP in it, and ``over_none`` is its ratio to the row ``none`` of
-as many episodes. ``wall_over_least`` is the time of the run over that of its longest part: the turns one after the
-other, the slots of the engine, or the processor time of all steps; ``waited_share`` of it the driver waited for a
-processor that others had.
+``python -m benchmarks.agents [--turns 4] [--vllm] [--save]``. A rollout server in a process of its own answers each
+turn with 16 tokens, 2 ms a step, 256 requests at a time, and no model: what is measured is everything around it. Steps
+of 1 ms use the processor, as games do; those of 50 ms sleep, as services do. ``workers`` 0: threads of the driver;
+``none``: no environment, its answers are made by the event loop. ``engine_busy`` is the share of the time in which the
+engine computes. CPU is in ms a turn: that of the driver has HTTP in it, and ``over_none`` is its ratio to the row
+``none`` of as many episodes. ``wall_over_least`` is the time of the run over that of its longest part: the turns one
+after the other, the slots of the engine, or the processor time of all steps; ``waited_share`` of it the driver waited
+for a processor that others had.
+
+``--vllm`` adds real vLLM with a tiny model, 16 episodes of 8 turns: the share of prompt tokens that its prefix cache
+had, and CPU over that without the cache.
 """
 
 from __future__ import annotations
@@ -17,6 +20,7 @@ import asyncio
 import json
 import multiprocessing
 import os
+import subprocess
 import sys
 import tempfile
 import time
@@ -32,6 +36,7 @@ from verl.agents.base import register
 from verl.agents.episode import ConversationEnvironment, EpisodeLoop, Reply
 from verl.config.rollout import RolloutConfig
 from verl.envs.host import EnvironmentHost, close_hosts
+from verl.utils.tiny_model import make_tiny_model
 from verl.workers.rollout.base import Completion, Request, RolloutEngine
 from verl.workers.rollout.server.client import RolloutClient
 
@@ -217,11 +222,54 @@ def measure(address: str, server: int, turns: int, folder: str) -> list[dict[str
     return rows
 
 
+# -- prefixes ----------------------------------------------------------------------------------------------------------
+def measure_prefixes(folder: str) -> list[dict[str, Any]]:
+    rows = []
+    for with_cache in (False, True):
+        command = [sys.executable, "-m", "benchmarks.agents", "--prefixes", folder, *["--cache"] * with_cache]
+        done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+        rows.append(json.loads(done.stdout.strip().splitlines()[-1]))
+    rows[1]["cpu_over_no_cache"] = rows[1]["cpu_ms"] / rows[0]["cpu_ms"]
+    return rows
+
+
+def prefixes(folder: str, with_cache: bool) -> dict[str, Any]:
+    """Episodes with vLLM, all in this process."""
+    from benchmarks.serving import synced_engine
+    from verl.workers.rollout.server.server import RolloutServer
+
+    sizes = {"prompt_length": 128, "response_length": 1536, "max_model_len": 1664, "disable_log_stats": False}
+    engine = synced_engine("vllm", folder, engine_kwargs={"vllm": {"enable_prefix_caching": with_cache}}, **sizes)
+    server, config = RolloutServer(engine, 1), config_of("actor_rollout_ref.rollout.multi_turn.max_tokens_per_turn=32")
+    server.start()
+
+    async def run_all(turns: int) -> None:
+        client = RolloutClient([server.address])
+        row = {"agent_name": "immediate", "turns": turns, "raw_prompt_ids": []}
+        rows = [{**row, "env_seed": number} for number in range(16)]
+        await asyncio.gather(*(episode(config, client, row, number, 1536) for number, row in enumerate(rows)))
+        await client.close()
+
+    asyncio.run(run_all(1))
+    before, start = engine.totals(), time.process_time()
+    asyncio.run(run_all(8))
+    cpu, after = time.process_time() - start, engine.totals()
+    asked, found = (after.get(name, 0) - before.get(name, 0) for name in ("prefix_cache_queries", "prefix_cache_hits"))
+    return {"engine": "vllm", "prefix_caching": with_cache, "cpu_ms": 1000 * cpu / 128,
+            "prefix_reused": found / asked if asked else 0.0}  # fmt: skip
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--turns", type=int, default=4)
+    parser.add_argument("--vllm", action="store_true")
     parser.add_argument("--save", action="store_true")
+    parser.add_argument("--prefixes", help=argparse.SUPPRESS)
+    parser.add_argument("--cache", action="store_true", help=argparse.SUPPRESS)
     given = parser.parse_args()
+    if given.prefixes:
+        print(json.dumps(prefixes(given.prefixes, given.cache)), flush=True)
+        os._exit(0)  # the engine's own threads need no goodbye
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
     server = context.Process(target=serve, args=(TimedEngine, theirs), daemon=True)
@@ -230,6 +278,9 @@ def main() -> None:
         rows = measure(ours.recv(), server.pid or 0, given.turns, folder)
     ours.send(None)
     server.join(10)
+    if given.vllm:
+        with tempfile.TemporaryDirectory() as folder:
+            rows += measure_prefixes(str(make_tiny_model(folder)))
     report("agents", rows)
 
 

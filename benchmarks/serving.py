@@ -53,14 +53,10 @@ def measure_engine(name: str, model_path: str) -> dict[str, Any]:
     return row
 
 
-def synced_engine(name: str, model_path: str) -> RolloutEngine:
+def synced_engine(name: str, model_path: str, **options: Any) -> RolloutEngine:
+    lengths = {"prompt_length": PROMPT, "response_length": RESPONSE}
     config = RolloutConfig(
-        name=name,
-        dtype="float32",
-        tensor_model_parallel_size=1,
-        prompt_length=PROMPT,
-        response_length=RESPONSE,
-        ignore_eos=True,
+        name=name, dtype="float32", tensor_model_parallel_size=1, ignore_eos=True, **{**lengths, **options}
     )
     engine = get_rollout_class(name)(model_path, config)
     actor = load_model(ModelSpec(model_path))
