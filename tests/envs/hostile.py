@@ -53,6 +53,9 @@ class Hostile:
     def exit(self):
         os._exit(3)
 
+    def exit_in_c(self):
+        ctypes.CDLL(None)._exit(3)
+
     def crash(self):
         ctypes.string_at(0)
 

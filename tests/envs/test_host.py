@@ -112,6 +112,7 @@ def test_what_goes_wrong_is_named_with_its_episode_and_leaves_the_others_alone(w
     ("action", "kind"),
     [
         ("exit", "exit"),
+        ("exit_in_c", "exit"),
         ("crash", "crash"),
         ("kill_group", "crash"),
         ("allocate", "memory"),
@@ -136,17 +137,47 @@ def test_of_several_steps_under_way_each_says_what_happened_and_the_cause_is_fou
     async def work(host):
         idle = await host.open("T", HOSTILE)
         await idle.reset(9)
-        lost = await asyncio.gather(episode(host, "sleep", seed=1), episode(host, "exit", seed=2))
+        lost = await asyncio.gather(episode(host, "sleep", seed=1), episode(host, "exit_in_c", seed=2))
         with pytest.raises(EnvironmentFailure) as of_idle:
             await idle.step("go")
         # both again at once, each in a process of its own now
-        again = await asyncio.gather(episode(host, "go", seed=1), episode(host, "exit", seed=2))
+        again = await asyncio.gather(episode(host, "go", seed=1), episode(host, "exit_in_c", seed=2))
         return [*lost, of_idle.value], again
 
     lost, (innocent, guilty) = on_host(work, num_workers=1, step_timeout=20.0)
     assert [failure.kind for failure in lost] == [WORKER_LOST] * 3
     assert all("exit code 3" in str(failure) for failure in lost)
     assert innocent[-1].text == "go 1" and guilty.kind == "exit"
+
+
+@linux
+@pytest.mark.parametrize(("action", "kind"), [("crash", "crash"), ("exit", "exit")])
+def test_the_cause_is_known_among_several_where_the_process_can_tell(action, kind):
+    async def work(host):
+        others = [episode(host, "sleep", seed=number) for number in range(3)]
+        return await asyncio.gather(episode(host, action, seed=7), *others), dict(host.suspects)
+
+    (guilty, *others), suspects = on_host(work, num_workers=1, step_timeout=3.0)
+    assert guilty.kind == kind
+    if action == "crash":
+        assert [failure.kind for failure in others] == [WORKER_LOST] * 3 and suspects == {("T", 7): 1}
+    else:  # it ends no more than its own call
+        assert [failure.kind for failure in others] == ["timeout"] * 3 and not suspects
+
+
+@linux
+def test_of_many_suspects_each_has_its_turn_alone():
+    def again(host):
+        return asyncio.gather(*[episode(host, "exit_in_c" if n == 5 else "go", seed=n) for n in range(20)])
+
+    async def work(host):
+        first = await asyncio.gather(*[episode(host, "exit_in_c" if n == 5 else "sleep", seed=n) for n in range(20)])
+        return first, await again(host)
+
+    first, second = on_host(work, num_workers=1, step_timeout=20.0)
+    assert [failure.kind for failure in first] == [WORKER_LOST] * 20
+    assert [number for number, answers in enumerate(second) if isinstance(answers, EnvironmentFailure)] == [5]
+    assert second[5].kind == "exit"
 
 
 def test_a_process_with_many_hanging_environments_is_replaced_and_ends_with_its_last():

@@ -32,6 +32,12 @@ def assemble_outputs(
     log_probs = [0.0] if has_log_probs else None
     padding: dict[str, Any] = {"response_ids": [pad_token_id], "response_mask": [0], "response_logprobs": log_probs}
     outputs = [output if output.response_ids else replace(output, **padding) for output in outputs]
+    # a model reads something before the first token it scores; an episode that failed early has no prompt
+    is_bare = [output.status == EpisodeStatus.ERROR and not output.prompt_ids for output in outputs]
+    outputs = [
+        replace(output, prompt_ids=[pad_token_id]) if bare else output
+        for output, bare in zip(outputs, is_bare, strict=True)
+    ]
     completions = [
         Completion(list(o.response_ids), list(o.response_logprobs) if has_log_probs else None, "stop") for o in outputs
     ]

@@ -67,6 +67,7 @@ class EnvironmentHost:
         self.gate: Any = asyncio.Semaphore(steps) if steps else nullcontext()
         self.threads = Threads("environment")
         self._workers: list[Process | None] = [None] * options.num_workers
+        self._alone = asyncio.Semaphore(ALONE_MOST)
         # those that have not ended yet, also those that get no environment any more
         self._processes: set[Process] = set()
         # seeds of environments that were under way when their process ended, by tag
@@ -112,13 +113,14 @@ class EnvironmentHost:
         """Process ids of the living processes."""
         return [process.popen.pid for process in self._processes]
 
-    def place(self, tag: str, seed: int) -> "Process | _InThreads":
+    async def place(self, tag: str, seed: int) -> "Process | _InThreads":
         """Return what runs the next episode: the process with the fewest environments, or this one."""
         if not self._workers:
             return _InThreads(self)
-        if self.suspects[tag, seed] > 0 and len(self._processes) < len(self._workers) + ALONE_MOST:
+        if self.suspects[tag, seed] > 0:
             self.suspects[tag, seed] -= 1
-            return self._started(takes_more=False)
+            await self._alone.acquire()
+            return self._started(is_shared=False)
         loads = [len(one.environments) if one and one.takes_more else 0 for one in self._workers]
         place = loads.index(min(loads))
         process = self._workers[place]
@@ -126,13 +128,15 @@ class EnvironmentHost:
             process = self._workers[place] = self._started()
         return process
 
-    def _started(self, takes_more: bool = True) -> Process:
-        process = Process(self, takes_more)
+    def _started(self, is_shared: bool = True) -> Process:
+        process = Process(self, is_shared)
         self._processes.add(process)
         return process
 
     def forget(self, process: "Process") -> None:
         """Drop a process that has ended."""
+        if process in self._processes and not process.is_shared:
+            self._alone.release()
         self._processes.discard(process)
         self._workers = [None if one is process else one for one in self._workers]
 
@@ -213,12 +217,16 @@ class HostedEnvironment:
             return
         if self._failure is None:
             future = place.call(self._number, "close", ())
-            done, _ = await asyncio.wait({future}, timeout=CLOSE_S)
-            failed = future.result() if done else await self._give_up(place, CLOSE_S, "its close")
+            try:
+                done, _ = await asyncio.wait({future}, timeout=CLOSE_S)
+                failed = future.result() if done else await self._give_up(place, CLOSE_S, "its close")
+            finally:
+                place.release(self._number)
             if isinstance(failed, Failed) and failed.kind != WORKER_LOST:
                 text = f"close failed, {failed.kind}: {failed.cause}\n{failed.trace}".strip()
                 warnings.warn(f"environment {self.tag!r} (seed {self.seed}): {text}", stacklevel=2)
-        place.release(self._number)
+        else:
+            place.release(self._number)
 
     async def _call(self, name: str, arguments: tuple, seconds: float, key: tuple) -> Any:
         if self._failure is not None:
@@ -236,13 +244,14 @@ class HostedEnvironment:
         return answer
 
     async def _answer(self, name: str, arguments: tuple, seconds: float) -> Any:
+        if self._place is None:
+            if name != "reset":
+                raise EnvironmentFailure("closed", f"environment {self.tag!r}: {name} before reset.")
+            # before the gate: an environment that waits for its place must not keep others from their steps
+            self._place = await self.host.place(self.tag, self.seed or 0)
+            self._number = self._place.open(self)
+        await self._place.is_ready()
         async with self.host.gate:
-            if self._place is None:
-                if name != "reset":
-                    raise EnvironmentFailure("closed", f"environment {self.tag!r}: {name} before reset.")
-                self._place = self.host.place(self.tag, self.seed or 0)
-                self._number = self._place.open(self)
-            await self._place.is_ready()
             future = self._place.call(self._number, name, arguments)
             done, _ = await asyncio.wait({future}, timeout=seconds)
             if done:

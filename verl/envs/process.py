@@ -3,6 +3,7 @@
 import asyncio
 import os
 import pickle
+import re
 import subprocess
 import sys
 import time
@@ -22,7 +23,8 @@ FORWARD_UP_TO = 256 * 1024
 """Bytes of a process's output that are shown."""
 
 ALONE_MOST = 8
-"""Processes for one environment each, in which those run again that were under way when their process ended."""
+"""Processes for one environment each: in them those run again that were under way when their process ended and may
+have been the cause. Further ones wait."""
 
 ABANDONED_MOST = 8
 """Hanging environments after which a process gets no new ones, and ends with the last that it has."""
@@ -35,6 +37,9 @@ ANSWER_S = 5.0
 
 WORKER_LOST = "worker_lost"
 """Kind of a failure that another environment of the same process caused."""
+
+
+_CURRENT_THREAD = re.compile(rb"Current thread 0x([0-9a-f]+)")
 
 
 class Failed(NamedTuple):
@@ -69,13 +74,15 @@ class Process(asyncio.Protocol):
     """A process that runs environments, as its host sees it.
 
     Args:
-        takes_more: False: it is for one environment, and ends with it.
+        is_shared: False: it is for one environment, and ends with it.
     """
 
-    def __init__(self, host: "EnvironmentHost", takes_more: bool = True):
-        self.host, self.takes_more, self.has_ended = host, takes_more, False
+    def __init__(self, host: "EnvironmentHost", is_shared: bool = True):
+        self.host, self.is_shared, self.takes_more, self.has_ended = host, is_shared, is_shared, False
         self.environments: dict[int, HostedEnvironment] = {}
         self._unopened: set[int] = set()
+        # environments by the thread that they run in
+        self._threads: dict[Any, Any] = {}
         self._calls: dict[int, tuple[int, asyncio.Future]] = {}
         self._reader, self._abandoned = FrameReader(), 0
         self._cause: Failed | None = None
@@ -178,6 +185,9 @@ class Process(asyncio.Protocol):
         if "ready" in message:
             settle(self._ready, None)
             return
+        if "thread" in message:
+            self._threads[message["thread"]] = message.get("environment")
+            return
         # an answer that came too late has no call any more
         _, future = self._calls.pop(message.get("number"), (0, None))
         if future is None:
@@ -214,12 +224,16 @@ class Process(asyncio.Protocol):
         self._transport.close()
         self._cause = cause = cause or self._how_it_ended()
         calls, self._calls = list(self._calls.values()), {}
+        in_thread = _CURRENT_THREAD.search(self._words.last_words)
+        guilty = self._threads.get(int(in_thread[1], 16)) if in_thread else None
+        if guilty is None and len(calls) == 1:
+            guilty = calls[0][0]
         for number, future in calls:
             environment = self.environments.get(number)
-            if environment is not None and len(calls) <= ALONE_MOST and environment.seed is not None:
+            # of several under way each will tell when it runs again, alone
+            if environment is not None and environment.seed is not None and guilty in (None, number):
                 self.host.suspects[environment.tag, environment.seed] += 1
-            # with one under way there is no doubt; of several each will tell when it runs again, alone
-            settle(future, cause if len(calls) == 1 else self._lost(number))
+            settle(future, cause if number == guilty else self._lost(number))
         settle(self._ready, None)
 
     def _lost(self, number: int) -> Failed:

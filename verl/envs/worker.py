@@ -21,7 +21,8 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import CancelledError, Future
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any
+from functools import partial
+from typing import Any, NoReturn
 
 from verl.envs.base import environment_class, make
 from verl.sandbox.messages import encode, framed, receive
@@ -207,6 +208,10 @@ class Interrupted(SystemExit):
     """Raised in a thread whose answer nobody waits for any more, to end it."""
 
 
+class LeftProcess(SystemExit):
+    """Raised in place of ``os._exit`` in an environment's thread: the other environments of the process go on."""
+
+
 class Threads:
     """Threads for calls that may hang. An idle one takes the next job, and none keeps the process from ending."""
 
@@ -240,10 +245,18 @@ class EnvironmentThread:
         threads: gives the thread.
         kind, options: as of `verl.envs.make`.
         submit: runs what an ``async`` method returned in an event loop; returns the future of its result.
+        started: gets the thread's id, in the thread.
     """
 
-    def __init__(self, threads: Threads, kind: str, options: Mapping[str, Any], submit: Callable[[Any], Future]):
-        self.kind, self.options, self.submit = kind, options, submit
+    def __init__(
+        self,
+        threads: Threads,
+        kind: str,
+        options: Mapping[str, Any],
+        submit: Callable[[Any], Future],
+        started: Callable[[int], None] | None = None,
+    ):
+        self.kind, self.options, self.submit, self.started = kind, options, submit, started
         self.environment: Any = None
         self.is_abandoned = False
         self._requests: queue.SimpleQueue = queue.SimpleQueue()
@@ -282,6 +295,8 @@ class EnvironmentThread:
 
     def _serve(self) -> None:
         self._ident = threading.get_ident()
+        if self.started is not None:
+            self.started(self._ident)
         try:
             while not self.is_abandoned and (request := self._requests.get()) is not None:
                 name, arguments, done = request
@@ -363,12 +378,25 @@ def main() -> None:
     faulthandler.register(signal.SIGUSR1)
     # many threads: the usual 8 MiB each would count against the limit of memory
     threading.stack_size(1 << 20)
+    keep_process()
     sys.path[:] = setup["sys_path"]
     worker = Worker(channel)
     worker.send({"ready": True, "missing": missing})
     worker.serve()
     # not through the end of the interpreter: it would wait for what the environments left behind
     os._exit(0)
+
+
+def keep_process() -> None:
+    """Let ``os._exit`` end the call of an environment, and not this process with all others; forked children end."""
+    pid, exit_process = os.getpid(), os._exit
+
+    def leave(status: int) -> NoReturn:
+        if os.getpid() != pid or threading.current_thread() is threading.main_thread():
+            exit_process(status)
+        raise LeftProcess(f"os._exit({status})")
+
+    os._exit = leave
 
 
 class Worker:
@@ -393,10 +421,16 @@ class Worker:
                 continue
             if name == "open":
                 kind, options = pickle.loads(arguments)
-                self.environments[environment] = EnvironmentThread(self.threads, kind, options, self._submit)
+                self.environments[environment] = EnvironmentThread(
+                    self.threads, kind, options, self._submit, partial(self._note_thread, environment)
+                )
                 continue
             thread = self.environments.pop(environment) if name == "close" else self.environments[environment]
             thread.call(name, arguments, self._answer(request))
+
+    def _note_thread(self, environment: int, ident: int) -> None:
+        # of a crash the process can say only in which thread it was
+        self.send({"environment": environment, "thread": ident})
 
     def _answer(self, request: int) -> Callable[[Any], None]:
         def send(result: Any) -> None:
