@@ -56,6 +56,7 @@ BOUNDS = {
     "frozen lake, gigpo": Bound(0.1, 0.89),
     "frozen lake, two ranks": Bound(0.1, 0.89),
     "frozen lake, vllm": Bound(0.1, 0.89),
+    "simulated user": Bound(0.2, 0.8),  # success; two thirds is the most without reading the answer
 }
 
 

@@ -318,10 +318,10 @@ class Episode:
             return ended
         if limits.tool_calls is not None and self.tool_calls >= limits.tool_calls:
             return EpisodeStatus.TOOL_CALLS
-        if any(message.get("role") == "user" for message in reply.messages):
-            if limits.user_turns is not None and self.user_turns >= limits.user_turns:
-                return EpisodeStatus.USER_TURNS
-            self.user_turns += 1
+        # as in verl, results of tools are an answer too
+        if limits.user_turns is not None and self.user_turns >= limits.user_turns:
+            return EpisodeStatus.USER_TURNS
+        self.user_turns += 1
         if not conversation.add_messages(reply.messages):
             return EpisodeStatus.TOKENS
         self.state_ids.append(reply.state_id)

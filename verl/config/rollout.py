@@ -69,7 +69,7 @@ class MultiTurnConfig(Config):
     """YAML file with the tools: ``tools: [{class_name, config, tool_schema}]``."""
 
     max_user_turns: int | None = option(None, above=0)
-    """Answers to the model at most, of a user or an environment."""
+    """Answers to the model at most: of a user, an environment, or the tools that a turn calls."""
 
     max_parallel_calls: int = option(1, above=0)
     """Tool calls of one turn that are answered; the others get an answer that says so."""
