@@ -72,6 +72,8 @@ def test_contradictions_are_refused(words, sentence):
 
 
 def test_what_has_no_effect_is_said():
+    assert "env.memory_mb=100 has no effect" in notes(*GROUPS, "env.memory_mb=100")
+    assert "env.memory_mb" not in notes(*GROUPS, "env.memory_mb=100", "env.num_workers=1")
     assert "env.train.n_groups=4 has no effect" in notes("env.train.n_groups=4")
     assert "data.shuffle=true has no effect: rows are environment groups" in notes(*GROUPS, "data.shuffle=true")
     assert "custom_reward_function.path" in notes(*GROUPS, "custom_reward_function.path=r.py")

@@ -130,6 +130,13 @@ def environment_reward(config: PPOConfig) -> Iterator[Problem]:
 
 
 @validator("warning")
+def memory_of_threads(config: PPOConfig, is_given: IsGiven) -> Iterator[Problem]:
+    if config.env.num_workers == 0:
+        why = "environments run in threads of the driver (env.num_workers=0), which cannot be limited one by one"
+        yield from unused(config, ["env.memory_mb"], is_given, why)
+
+
+@validator("warning")
 def groups_unused_without_tags(config: PPOConfig, is_given: IsGiven) -> Iterator[Problem]:
     if not config.env.makes_rows:
         keys = [f"env.{split}.{name}" for split in ("train", "val") for name in config.env.train]
