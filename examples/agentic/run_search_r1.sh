@@ -42,6 +42,6 @@ options=(
     trainer.logger="[console,wandb]"
     trainer.total_epochs=1
     trainer.test_freq=20
-    trainer.save_freq=50
+    trainer.save_freq=20
 )
 exec python3 -m verl.trainer.main_ppo "${options[@]}" "$@"

@@ -19,7 +19,7 @@ def test_who_reads_the_users_answer_finds_the_number(tmp_path, monkeypatch):
     monkeypatch.chdir(ROOT)
     make_tiny_model(tmp_path / "model", seed=SEED)
     rows = load_extern_type(str(FOLDER / "prepare.py"), "rows")
-    for name, count in (("train", 513), ("val", 48)):
+    for name, count in (("train", 513), ("test", 48)):
         pq.write_table(pa.Table.from_pylist(rows(count)), tmp_path / f"{name}.parquet")
     places = {"MODEL": str(tmp_path / "model"), "DATA": str(tmp_path), "RUN": str(tmp_path / "run")}
     recipe = FOLDER / "run_higher_lower_tiny_cpu.sh"

@@ -41,7 +41,7 @@ def main() -> None:
     folder.mkdir(parents=True, exist_ok=True)
     make_tiny_model(folder / "model", seed=args.seed)
     pq.write_table(pa.Table.from_pylist(rows(513)), folder / "train.parquet")
-    pq.write_table(pa.Table.from_pylist(rows(48)), folder / "val.parquet")
+    pq.write_table(pa.Table.from_pylist(rows(48)), folder / "test.parquet")
     print(f"wrote {folder}")
 
 
