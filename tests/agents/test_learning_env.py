@@ -45,9 +45,9 @@ def successes(tmp_path, monkeypatch):
     """Run on the lake; returns the share of episodes of each step that reach the goal."""
     monkeypatch.setenv("VERL_FILE_LOGGER_PATH", str(tmp_path / "metrics.jsonl"))
     monkeypatch.chdir(tmp_path)
-    make_tiny_model(tmp_path / "model", family="qwen2", size="tiny", seed=SEED)
 
-    def run(**settings):
+    def run(model=None, **settings):
+        make_tiny_model(tmp_path / "model", family="qwen2", size="tiny", seed=SEED, **(model or {}))
         task = {
             "actor_rollout_ref.model.path": str(tmp_path / "model"),
             "trainer.default_local_dir": str(tmp_path / "run"),
@@ -80,6 +80,10 @@ def test_an_agent_learns_on_two_ranks(successes):
 
 @pytest.mark.learning
 @pytest.mark.vllm
-def test_an_agent_learns_with_turns_from_vllm(successes):
-    scores = successes(**GIGPO, **{f"{ROLLOUT}__name": "vllm", f"{ROLLOUT}__calculate_log_probs": True})
+def test_an_agent_learns_to_move_with_turns_from_vllm(successes):
+    """As far as the plateau of who does not read the map: a model that vLLM takes on a CPU stays there for longer."""
+    engine = {f"{ROLLOUT}__name": "vllm", f"{ROLLOUT}__calculate_log_probs": True}
+    # heads of 32 numbers, the fewest that vLLM takes on a CPU
+    engine["trainer__total_training_steps"] = 50
+    scores = successes({"num_attention_heads": 2, "head_dim": 32}, **GIGPO, **engine)
     check_learned("frozen lake, vllm", scores, over=(10, 10))

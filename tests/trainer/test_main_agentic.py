@@ -14,7 +14,9 @@ from verl.batch.ragged import Layout, Ragged
 from verl.config.env import EnvConfig, EnvSplitConfig, EnvValidationConfig
 from verl.config.load import load
 from verl.data.env_groups import EnvGroupDataset
+from verl.preflight.data import Preview
 from verl.preflight.environments import missing_environments
+from verl.preflight.estimates import derivation
 from verl.preflight.machine import names_in_files
 from verl.protocol import DataProto
 from verl.rewards.managers.episode import reward_of_episodes
@@ -320,3 +322,10 @@ def test_main_agentic_asks_for_environments(capsys):
     with pytest.raises(SystemExit) as end:
         main(["trainer.total_training_steps=1", "--check"])
     assert end.value.code == 2 and "env.train.tags must be given" in capsys.readouterr().err
+
+
+def test_the_doctor_derives_the_batch_from_the_groups():
+    config = typed(*GROUPS, "env.train.n_groups=4", "env.train.group_size=2")
+    texts = [number.text for number in derivation(config, Preview())]
+    assert texts[:2] == ["4 environment groups of FrozenLake, 2 episodes of each", "8 prompts a step"]
+    assert texts[2] == "8 prompts x 2 responses = 16 samples"

@@ -56,6 +56,11 @@ def _batch(config: PPOConfig) -> Iterator[Number]:
         config.prompts_per_update,
     )
     key = "data.train_batch_size" if filters.enable else prompts_key(config)
+    if config.env.makes_rows:
+        groups = config.env.train.n_groups
+        episodes = counted(config.data.train_batch_size // groups, "episode")
+        text = f"{counted(groups, 'environment group')} of {', '.join(config.env.train.tags)}, {episodes} of each"
+        yield Number("environments", groups, text, ("env.train.n_groups", "env.train.tags"))
     yield Number("prompts", prompts, f"{counted(prompts, 'prompt')} a step", (key,))
     if filters.enable:
         generated = config.data.prompts_per_step
