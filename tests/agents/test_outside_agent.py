@@ -7,6 +7,8 @@ import pytest
 
 from tests.agents.conftest import ROLLOUT
 from tests.trainer.test_learning import TINY, rewards_of
+from tests.workers.rollout.conftest import COMMON
+from verl.utils.tiny_model import make_tiny_model
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "agentic" / "openai_agent"
 AGENT = f"{ROLLOUT}__agent__openai_agent__"
@@ -75,6 +77,20 @@ def test_an_agent_that_fails_takes_its_own_episode_only(run, tmp_path):
     assert [row["score"] for row in steps[0] if row["status"] != "error"] == [0.5] * 12
     with pytest.raises(RuntimeError, match="openai_agent.*KeyError: 'no such thing'"):
         run(**SETTINGS, **settings, env__on_error="stop")
+
+
+@pytest.mark.vllm
+def test_what_vllm_answered_is_what_the_actor_scores(run, tmp_path):
+    model = make_tiny_model(tmp_path / "heads_of_32", **COMMON["tied"])
+    settings = {
+        f"{AGENT}function": f"{EXAMPLES / 'agent_urllib.py'}:solve",
+        f"{ROLLOUT}__name": "vllm",
+        "actor_rollout_ref__model__path": model,
+        "trainer__total_training_steps": 1,
+    }
+    trainer, steps = run(**SETTINGS, **settings)
+    assert trainer.metrics["training/rollout_probs_diff_max"] < 1e-4
+    assert all(row["num_turns"] == 4 and row["status"] == "completed" for rows in steps for row in rows)
 
 
 @pytest.mark.learning
