@@ -68,7 +68,7 @@ def test_a_time_limit_of_gymnasium_truncates(gymnasium):
     [
         ("FrozenLak-v1", {}, "FrozenLake"),
         ("", {}, "gymnasium:FrozenLake-v1"),
-        ("CartPole-v1", {"observation": "ansi"}, "draws no text"),
+        ("CartPole-v1", {"observation": "ansi"}, "renders no text"),
         ("CartPole-v1", {"actions": "LRU"}, "must be 2 different names"),
         ("Pendulum-v1", {"actions": "L"}, "has no effect"),
     ],

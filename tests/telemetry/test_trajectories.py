@@ -78,7 +78,7 @@ def run(capsys, *words):
 def test_a_dump_of_a_single_turn_is_a_trajectory_of_one_turn():
     t = parse(json.dumps(dump(3, "u", 0.5, finish_reason="stop", response_length=4)), "f", 7)
     assert (t.step, t.index, t.uid, t.reward, t.prompt, t.status, t.num_turns) == (3, 6, "u", 0.5, "ask u", "stop", 1)
-    assert (t.turns[0].text, t.turns[0].span, t.facts["gts"]) == ("an answer", (0, 4), "g")
+    assert (t.turns[0].text, t.turns[0].span, t.metadata["gts"]) == ("an answer", (0, 4), "g")
 
 
 def test_a_trace_has_text_only_if_the_run_wrote_it():

@@ -108,7 +108,7 @@ class ReplyLog:
     environment: ConversationEnvironment | None = None
     """The environment that gave them, while no episode runs."""
     abandoned: list[ConversationEnvironment] = field(default_factory=list)
-    """Environments whose episode begins anew: to be closed by the next one to run."""
+    """Environments whose episode starts again: to be closed by the next one to run."""
 
     def take_environment(self) -> ConversationEnvironment | None:
         """Return the environment that was kept, if it is still there; whoever takes it closes or keeps it."""
@@ -130,7 +130,7 @@ class ReplyLog:
             await self.abandoned.pop().close()
 
     def state(self) -> list[dict[str, Any]]:
-        """Return JSON values; environments are lost, and `ConversationEnvironment.resume` makes them anew."""
+        """Return JSON values; environments are lost, and `ConversationEnvironment.resume` makes new ones."""
         return json.loads(json.dumps([asdict(reply) for reply in self.replies], default=str))
 
     @classmethod
@@ -335,7 +335,7 @@ class Episode:
         start = time.perf_counter()
         self.is_consistent = False
         if self.answered > number:
-            # an earlier turn was generated anew: the environment has seen another one
+            # an earlier turn was generated again: the environment has seen another one
             await self.environment.close()
             self.environment, self.answered = self.loop.environment(self.row), 0
         if self.answered < number:

@@ -39,7 +39,7 @@ from verl.workers.rollout.server.server import own_address
 MODEL = "policy"
 _MOST_BYTES = 1 << 28
 _REMEMBERED = 100_000
-"""Ended sessions that are told from those there never were."""
+"""Ended sessions kept to tell them from sessions that never were."""
 
 _GATEWAYS: WeakKeyDictionary[asyncio.AbstractEventLoop, "Gateway"] = WeakKeyDictionary()
 

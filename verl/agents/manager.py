@@ -54,7 +54,7 @@ class KeepsReplies(Protocol):
     is_stopped: bool
 
     def restart(self) -> None:
-        """Begin the sample anew."""
+        """Start the sample again."""
 
 
 class AsyncLLMServerManager:
@@ -170,7 +170,7 @@ class AgentLoopManager:
         self.client = RolloutClient(self.addresses, token, rollout.max_running_requests)
         self._unseeded_calls = self._batches = 0
         self._known_causes: set[str] = set()
-        """Causes of failed episodes that were told."""
+        """Causes of failed episodes that the user has read."""
         self._loop = asyncio.new_event_loop()
         # a loop of its own: the driver's thread waits, and checks the workers meanwhile
         self._thread = threading.Thread(target=self._loop.run_forever, name="verl-agent-loops", daemon=True)
@@ -470,7 +470,7 @@ class EventLoopPulse:
     """Whether the event loop of agent loops still runs: one that blocks in a call stops all others.
 
     Args:
-        limit_s: seconds without a sign of it that end the run; None: no limit. After `_SAY_BLOCKED_S` the user is told.
+        limit_s: seconds without a sign of it that end the run; None: no limit. It warns after `_SAY_BLOCKED_S`.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop, thread: threading.Thread, limit_s: float | None):

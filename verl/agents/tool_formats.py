@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 from verl.agents.tool_parser import DECODER, Schemas, ToolCall, ToolParser
 from verl.utils.py_functional import excerpt
 
-# Markers are replaced by noncharacters of Unicode: a marker that is a special token is then told from the same letters
+# Markers are replaced by noncharacters of Unicode: a marker that is a special token then differs from the same letters
 # written as text, and a pattern need not care which of both a tokenizer has.
 _FIRST_MARK = 0xFDD0
 _NONCHARACTERS = re.compile("[\ufdd0-\ufdef]")

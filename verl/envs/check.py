@@ -74,14 +74,14 @@ class Report:
             return {}
         turns, totals = [one["turns"] for one in self.episodes], [sum(one["rewards"]) for one in self.episodes]
         rewards = [reward for one in self.episodes for reward in one["rewards"]]
-        told = [one["success"] for one in self.episodes if one["success"] is not None]
+        reported = [one["success"] for one in self.episodes if one["success"] is not None]
         valid, asked = (sum(one["valid"][index] for one in self.episodes) for index in (0, 1))
         steps = sorted(seconds for one in self.episodes for seconds in one["step_s"])
         characters = [count for one in self.episodes for count in one["characters"]]
         endings = [one["ended"] for one in self.episodes]
         return {
             "episodes": len(self.episodes),
-            "success": sum(map(bool, told)) / len(told) if told else None,
+            "success": sum(map(bool, reported)) / len(reported) if reported else None,
             "valid_action": valid / asked if asked else None,
             "turns": _range(turns),
             "reward_of_a_turn": _range(rewards),
@@ -232,12 +232,12 @@ def _judge(report: Report, agent: str) -> None:
     numbers = report.numbers()
     if not numbers or numbers["turns"]["max"] == 0:
         return
-    told = [one for one in report.episodes if one["success"] is not None]
+    reported = [one for one in report.episodes if one["success"] is not None]
     warn = report.warnings
-    if agent == "solve" and (lost := [one for one in told if not one["success"]]):
-        text = f"solve() did not win {len(lost)} of {len(told)} episodes."
+    if agent == "solve" and (lost := [one for one in reported if not one["success"]]):
+        text = f"solve() did not win {len(lost)} of {len(reported)} episodes."
         report.add(report.faults, "solve", text, seed=lost[0]["seed"])
-    if not told:
+    if not reported:
         report.add(warn, "success", "info has no 'success': the metric env/<tag>/success will be missing. Add a bool.")
     if numbers["characters"]["max"] > LONG:
         text = (
@@ -260,7 +260,7 @@ def _judge(report: Report, agent: str) -> None:
 
 # -- Output ------------------------------------------------------------------------------------------------------------
 def _shown(value: float | None) -> str:
-    return "not told" if value is None else f"{value:.4g}"
+    return "not reported" if value is None else f"{value:.4g}"
 
 
 def _spread(values: dict[str, float] | None) -> str:

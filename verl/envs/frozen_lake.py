@@ -50,8 +50,8 @@ class FrozenLake(TextGame):
         rule = f"must be from 0 to {most}: more leave no way across {size}x{size} tiles"
         self.require(num_holes is None or 0 <= num_holes <= most, "num_holes", num_holes, rule)
         self.require(0 <= p <= 1, "p", p, "must be from 0 to 1")
-        is_drawn = len(set(symbols)) == 4 == len(symbols)
-        self.require(is_drawn, "symbols", symbols, "must be four different characters: player, ice, hole, goal")
+        is_complete = len(set(symbols)) == 4 == len(symbols)
+        self.require(is_complete, "symbols", symbols, "must be four different characters: player, ice, hole, goal")
         self.size, self.num_holes, self.p, self.is_slippery, self.show_map = size, num_holes, p, is_slippery, show_map
         self.actions = self.named("actions", actions, 4, "must be four different names, of left, down, right and up")
         self.symbols = symbols
@@ -83,10 +83,10 @@ class FrozenLake(TextGame):
         return reward, is_there or is_in, {"success": is_there, "effective": self.player != before}
 
     def view(self) -> str:
-        return self._drawn(self.show_map)
+        return self._rendered(self.show_map)
 
     def frame(self) -> str:
-        return f"{self.name}, turn {self.turns}\n{self._drawn(True)}"
+        return f"{self.name}, turn {self.turns}\n{self._rendered(True)}"
 
     def rules(self) -> str:
         player, ice, hole, goal = list(self.symbols)
@@ -101,7 +101,7 @@ class FrozenLake(TextGame):
     @property
     def state_id(self) -> str:
         """The whole map, whether or not the policy sees it."""
-        return self._drawn(True)
+        return self._rendered(True)
 
     def random_action(self, generator: np.random.Generator) -> str:
         """Return one of the four moves, as text."""
@@ -136,7 +136,7 @@ class FrozenLake(TextGame):
         row, column = place[0] + MOVES[action][0], place[1] + MOVES[action][1]
         return min(max(row, 0), self.rows - 1), min(max(column, 0), self.columns - 1)
 
-    def _drawn(self, is_whole: bool) -> str:
+    def _rendered(self, is_whole: bool) -> str:
         player, ice, hole, goal = list(self.symbols)
         lines = []
         for row in range(self.rows):

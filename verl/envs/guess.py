@@ -75,16 +75,16 @@ class Guess(TextGame):
         return f"That is no whole number from {self.low} to {self.high}."
 
     def rules(self) -> str:
-        told = (
+        known = (
             f" After each guess you read whether it is {self.words[0]} or {self.words[1]}." if self.is_compared else ""
         )
-        return f"Guess a whole number from {self.low} to {self.high}.{told}\n" + self.answer_rule(
+        return f"Guess a whole number from {self.low} to {self.high}.{known}\n" + self.answer_rule(
             "one number", str(self.low)
         )
 
     @property
     def state_id(self) -> str:
-        """What the guesses have told, whatever their order."""
+        """Bounds and counts known from the guesses so far, whatever their order."""
         return f"{sorted(set(self.guesses))} {[self._told(guess) for guess in sorted(set(self.guesses))]}"
 
     def random_action(self, generator: np.random.Generator) -> str:

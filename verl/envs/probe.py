@@ -1,4 +1,4 @@
-"""The process of ``verl env check``: plays episodes, plays each again beside others, and reports what differs or fails.
+"""The process of ``verl env check``: plays episodes twice, the second time while others run, reports what differs.
 
 Started as ``main()`` with the number of an inherited socket (`verl.envs.check` is its parent). Imports no torch.
 """
@@ -30,7 +30,7 @@ ODD_TEXTS = ("", " \n", "\x00", "🦆" * 10, "<answer></answer>", "<answer>" * 5
 """What a policy may write as well: no environment may fail on it."""
 
 _OWN = "Draw from a generator of the environment's own: numpy.random.default_rng(seed) in reset."
-_UNSEEDED = "It draws from what no seed sets: a generator without a seed, a clock, the order of a set, a service."
+_UNSEEDED = "It reads what no seed sets: a random generator without a seed, a clock, the order of a set, a service."
 
 
 def main() -> None:
@@ -261,8 +261,8 @@ class Probe:
             one, two = (self.again(self.made(), played, states=states) for _ in range(2))
             is_global = _first_difference(one, two) is None
             return "deterministic", _OWN if is_global else _UNSEEDED
-        beside = self.again(self.made(), played, other=self.made())
-        if _first_difference(alone, beside) is not None:
+        interleaved = self.again(self.made(), played, other=self.made())
+        if _first_difference(alone, interleaved) is not None:
             return "shared", "It differs where another instance plays at the same time. Keep all state in self."
         return "reset", "New instances repeat it: reset must set again all that an episode changes."
 

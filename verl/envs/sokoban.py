@@ -63,8 +63,8 @@ class Sokoban(TextGame):
         )
         self.require(search_depth >= 1, "search_depth", search_depth, "must be at least 1")
         self.require(0 <= wall_share <= 1, "wall_share", wall_share, "must be from 0 to 1")
-        is_drawn = len(set(symbols)) == 7 == len(symbols)
-        self.require(is_drawn, "symbols", symbols, "must be seven different characters: wall, floor, target, ...")
+        is_complete = len(set(symbols)) == 7 == len(symbols)
+        self.require(is_complete, "symbols", symbols, "must be seven different characters: wall, floor, target, ...")
         self.actions = self.named("actions", actions, 4, "must be four different names, of left, down, right and up")
         self.dim_room, self.num_boxes, self.search_depth = tuple(dim_room), num_boxes, search_depth
         self.wall_share, self.symbols = wall_share, symbols
@@ -102,7 +102,7 @@ class Sokoban(TextGame):
         return reward, is_solved, info
 
     def view(self) -> str:
-        return self._drawn(self.symbols)
+        return self._rendered(self.symbols)
 
     def rules(self) -> str:
         wall, floor, target, box, placed, player, on_target = list(self.symbols)
@@ -150,7 +150,7 @@ class Sokoban(TextGame):
             boxes = boxes - {to} | {behind}
         return to, boxes
 
-    def _drawn(self, symbols: str) -> str:
+    def _rendered(self, symbols: str) -> str:
         wall, floor, target, box, placed, player, on_target = list(symbols)
         lines = []
         for row in range(self.rows):

@@ -14,7 +14,17 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-_FACTS = ("status", "agent_name", "env_tag", "trajectory_id", "finish_reason", "error", "gts", "advantage", "version")
+_SHOWN = (
+    "status",
+    "agent_name",
+    "env_tag",
+    "trajectory_id",
+    "finish_reason",
+    "error",
+    "gts",
+    "advantage",
+    "version",
+)
 """Keys of a line that are shown with a trajectory, besides those that `Trajectory` has."""
 
 _INVISIBLE = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
@@ -54,19 +64,21 @@ class Trajectory:
     prompt: str | None
     turns: list[Turn]
     seconds: float | None = None
-    facts: dict[str, Any] = field(default_factory=dict)
+    metadata: dict[str, Any] = field(default_factory=dict)
     """Status, tag, ground truth, what the reward function returned, ..."""
     tool_calls: list[dict[str, Any]] = field(default_factory=list)
 
     @property
     def tag(self) -> str:
         """Environment; without one, agent loop or data source."""
-        return str(next((self.facts[key] for key in ("env_tag", "agent_name", "data_source") if key in self.facts), ""))
+        return str(
+            next((self.metadata[key] for key in ("env_tag", "agent_name", "data_source") if key in self.metadata), "")
+        )
 
     @property
     def status(self) -> str:
         """How it ended: the episode's status, of single turns the reason of the engine."""
-        return str(self.facts.get("status") or self.facts.get("finish_reason") or "")
+        return str(self.metadata.get("status") or self.metadata.get("finish_reason") or "")
 
     @property
     def num_turns(self) -> int:
@@ -84,8 +96,8 @@ class Trajectory:
     @property
     def success(self) -> float | None:
         """Whether the task was solved, where the environment or the reward function says so."""
-        info = self.facts.get("info")
-        found = (info if isinstance(info, Mapping) else {}).get("success", self.facts.get("success"))
+        info = self.metadata.get("info")
+        found = (info if isinstance(info, Mapping) else {}).get("success", self.metadata.get("success"))
         return float(found) if isinstance(found, bool | int | float) else None
 
     def to_json(self) -> dict[str, Any]:
@@ -121,7 +133,7 @@ def read(files: Iterable[Path], problems: list[str], steps: Sequence[int] = ()) 
 
     Args:
         problems: gets a message for each line that is none.
-        steps: those wanted; files named by other steps are not opened. Empty: all.
+        steps: those to read; files named by other steps are not opened. Empty: all.
     """
     for file in files:
         if steps and file.stem.isdecimal() and int(file.stem) not in steps:
@@ -161,8 +173,8 @@ def parse(line: bytes | str, file: Path, number: int) -> Trajectory:
     turns = _turns(row)
     shown = {"step", "uid", "score", "input", "output", "prompt", "response", "turns", "seconds", "tool_calls", "rows"}
     shown |= {"prompt_ids", "response_ids", "response_mask", "response_logprobs", "versions"}
-    facts = {key: row[key] for key in _FACTS if row.get(key) not in (None, "")}
-    facts |= {key: value for key, value in row.items() if key not in shown and value not in (None, "")}
+    metadata = {key: row[key] for key in _SHOWN if row.get(key) not in (None, "")}
+    metadata |= {key: value for key, value in row.items() if key not in shown and value not in (None, "")}
     calls = _checked(row, "tool_calls", list) or []
     if not all(isinstance(call, dict) for call in calls):
         raise ValueError("tool_calls has entries that are no objects")
@@ -177,7 +189,7 @@ def parse(line: bytes | str, file: Path, number: int) -> Trajectory:
         prompt=_prompt(row),
         turns=turns,
         seconds=_number(row, "seconds"),
-        facts=facts,
+        metadata=metadata,
         tool_calls=calls,
     )
 
@@ -286,13 +298,13 @@ def headline(trajectory: Trajectory, style: Style) -> str:
 def in_full(trajectory: Trajectory, style: Style) -> str:
     """Return a trajectory as text: prompt, turns with their rewards, tool calls."""
     t, lines = trajectory, [headline(trajectory, style)]
-    for key, value in t.facts.items():
+    for key, value in t.metadata.items():
         if key not in _IN_HEADLINE:
             lines.append(style("note", f"  {visible(key)}: {visible(shortened(value))}"))
     lines += [style("note", "-- prompt"), style("read", _body(t.prompt))]
     for number, turn in t.shown_turns():
-        facts = [f"turn {number}" if turn.generated else "", visible(turn.role), *turn_facts(turn)]
-        lines.append(style("note", f"-- {'  '.join(fact for fact in facts if fact)}"))
+        notes = [f"turn {number}" if turn.generated else "", visible(turn.role), *turn_notes(turn)]
+        lines.append(style("note", f"-- {'  '.join(note for note in notes if note)}"))
         lines.append(style("generated" if turn.generated else "read", _body(turn.text)))
     for call in t.tool_calls:
         name, outcome = visible(str(call.get("name"))), visible(str(call.get("outcome", "")))
@@ -302,16 +314,16 @@ def in_full(trajectory: Trajectory, style: Style) -> str:
     return "\n".join(lines)
 
 
-def turn_facts(turn: Turn) -> list[str]:
+def turn_notes(turn: Turn) -> list[str]:
     """Return the numbers of a turn as text."""
-    facts = [] if turn.reward is None else [f"reward {number_text(turn.reward)}"]
-    facts += [] if turn.seconds is None else [f"{turn.seconds:.2f} s"]
-    facts += [] if turn.log_prob is None else [f"log-prob {turn.log_prob:.3f}"]
+    notes = [] if turn.reward is None else [f"reward {number_text(turn.reward)}"]
+    notes += [] if turn.seconds is None else [f"{turn.seconds:.2f} s"]
+    notes += [] if turn.log_prob is None else [f"log-prob {turn.log_prob:.3f}"]
     if turn.span is not None:
-        facts.append(f"{turn.span[1] - turn.span[0]} tokens")
+        notes.append(f"{turn.span[1] - turn.span[0]} tokens")
     elif not turn.generated:
-        facts.append("not among the response's tokens")
-    return facts
+        notes.append("not among the response's tokens")
+    return notes
 
 
 def shortened(value: Any, length: int = 200) -> str:
@@ -344,8 +356,8 @@ def columns(rows: Sequence[Sequence[str]], style: Style, width: int, left: Seque
     widths = [max(len(row[place]) for row in safe) for place in range(len(safe[0]))]
     lines = []
     for row in safe:
-        cells = [
+        columns = [
             cell.ljust(w) if k in left else cell.rjust(w) for k, (cell, w) in enumerate(zip(row, widths, strict=True))
         ]
-        lines.append("  ".join(cells)[:width].rstrip())
+        lines.append("  ".join(columns)[:width].rstrip())
     return "\n".join([style("head", lines[0]), *lines[1:]])

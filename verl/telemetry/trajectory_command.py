@@ -95,21 +95,21 @@ def main(words: Sequence[str] | None = None) -> int:
 
 
 def _steps(parser: argparse.ArgumentParser, options: argparse.Namespace, files: Sequence[Path]) -> list[int]:
-    wanted = list(options.diff or ())
+    steps = list(options.diff or ())
     for text in options.step or ():
         if text == "last":
-            wanted += [max((int(file.stem) for file in files if file.stem.isdecimal()), default=0)]
+            steps += [max((int(file.stem) for file in files if file.stem.isdecimal()), default=0)]
         elif text.isdecimal():
-            wanted.append(int(text))
+            steps.append(int(text))
         else:
             parser.error(f"--step {text!r}: give a number, or last")
-    return wanted
+    return steps
 
 
 def _show(options: argparse.Namespace, files: Sequence[Path], trajectories: Iterator[Trajectory], style: Style) -> bool:
     """Print or write what is asked for; returns whether there was anything."""
     width = shutil.get_terminal_size((120, 40)).columns if sys.stdout.isatty() else 200
-    stream = (t for t in trajectories if _is_wanted(t, options))
+    stream = (t for t in trajectories if _is_selected(t, options))
     if options.diff:
         return _show_difference(options, list(stream), style, width)
     is_whole = options.index is not None or options.uid is not None
@@ -132,14 +132,14 @@ def _show(options: argparse.Namespace, files: Sequence[Path], trajectories: Iter
     return bool(chosen)
 
 
-def _is_wanted(trajectory: Trajectory, options: argparse.Namespace) -> bool:
+def _is_selected(trajectory: Trajectory, options: argparse.Namespace) -> bool:
     asked = (
         (options.index, trajectory.index),
         (options.uid, trajectory.uid),
         (options.status, trajectory.status),
         (options.tag, trajectory.tag),
     )
-    return all(wanted is None or wanted == own for wanted, own in asked)
+    return all(value is None or value == own for value, own in asked)
 
 
 def _write_page(options: argparse.Namespace, chosen: Sequence[Trajectory]) -> bool:
@@ -173,7 +173,7 @@ class _StepNumbers:
             self.rewards += [] if t.reward is None else [t.reward]
             self.successes += [] if t.success is None else [t.success]
 
-    def cells(self) -> tuple[str, ...]:
+    def columns(self) -> tuple[str, ...]:
         done = self.count - self.statuses["error"]
         shares = ", ".join(f"{status} {count / self.count:.0%}" for status, count in self.statuses.most_common())
         turns = number_text(self.turns / done if done else None, 1)
@@ -198,7 +198,7 @@ def _show_overview(options: argparse.Namespace, stream: Iterator[Trajectory], st
         return False
     names = ("step", "trajectories", "reward", "success", "turns", "status")
     for folder in dict.fromkeys(folder for folder, _ in numbers):
-        rows = [(str(step), *found.cells()) for (own, step), found in sorted(numbers.items()) if own == folder]
+        rows = [(str(step), *found.columns()) for (own, step), found in sorted(numbers.items()) if own == folder]
         print(style("head", visible(str(folder))))
         print(columns([names, *rows], style, width, left=(5,)) + "\n")
     if options.sort:
@@ -228,7 +228,7 @@ def _show_difference(options: argparse.Namespace, found: list[Trajectory], style
         numbers = _StepNumbers()
         for t in own:
             numbers.add(t)
-        totals.append((str(step), *numbers.cells()))
+        totals.append((str(step), *numbers.columns()))
     print(columns([names, *totals], style, width, left=(5,)) + "\n")
     pairs = _pairs(steps[first], steps[last])
     if not pairs:

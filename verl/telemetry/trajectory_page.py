@@ -13,7 +13,7 @@ from hashlib import sha256
 from html import escape
 from typing import Any
 
-from verl.telemetry.trajectories import Trajectory, Turn, number_text, shortened, turn_facts, visible
+from verl.telemetry.trajectories import Trajectory, Turn, number_text, shortened, turn_notes, visible
 
 _STYLE = """
 :root { color-scheme: light dark; --line: #8884; --note: #777; --generated: #2a93; --read: #8882; --bad: #c33; }
@@ -37,8 +37,8 @@ _SCRIPT = """
 const list = document.getElementById("list"), items = Array.from(list.children);
 const words = document.getElementById("words"), order = document.getElementById("order");
 function show() {
-  const wanted = words.value.toLowerCase();
-  for (const item of items) item.hidden = wanted !== "" && !item.textContent.toLowerCase().includes(wanted);
+  const text = words.value.toLowerCase();
+  for (const item of items) item.hidden = text !== "" && !item.textContent.toLowerCase().includes(text);
 }
 function sort() {
   const key = order.value, number = item => Number(item.dataset[key]);
@@ -88,29 +88,29 @@ def _entry(t: Trajectory, place: int) -> str:
     summary = "".join(f"<span>{_safe(head)}</span>" for head in heads if head)
     if t.status:
         summary += f'<span class="{"error" if t.status == "error" else "note"}">{_safe(t.status)}</span>'
-    parts = [_facts(t), _block("prompt", t.prompt, False)]
+    parts = [_metadata(t), _block("prompt", t.prompt, False)]
     parts += [_turn(turn, number) for number, turn in t.shown_turns()]
     is_open = " open" if place == 0 else ""
     return f'<details{data}{is_open}><summary>{summary}</summary><div class="body">{"".join(parts)}</div></details>'
 
 
-def _facts(t: Trajectory) -> str:
-    facts = {**t.facts, "file": f"{t.file}:{t.line}"}
-    rows = [(name, shortened(value, 1000)) for name, value in facts.items()]
+def _metadata(t: Trajectory) -> str:
+    metadata = {**t.metadata, "file": f"{t.file}:{t.line}"}
+    rows = [(name, shortened(value, 1000)) for name, value in metadata.items()]
     for call in t.tool_calls:
         rows.append(("tool call", json.dumps(call, ensure_ascii=False, default=str)))
-    cells = "".join(f'<tr><td class="note">{_safe(name)}</td><td>{_safe(value)}</td></tr>' for name, value in rows)
-    return f"<table>{cells}</table>"
+    rows_html = "".join(f'<tr><td class="note">{_safe(name)}</td><td>{_safe(value)}</td></tr>' for name, value in rows)
+    return f"<table>{rows_html}</table>"
 
 
 def _turn(turn: Turn, number: int) -> str:
-    facts = turn_facts(turn) + ([] if turn.state is None else [f"state {shortened(turn.state, 80)}"])
+    notes = turn_notes(turn) + ([] if turn.state is None else [f"state {shortened(turn.state, 80)}"])
     title = f"turn {number}, {turn.role}" if turn.generated else turn.role
-    return _block(title, turn.text, turn.generated, facts)
+    return _block(title, turn.text, turn.generated, notes)
 
 
-def _block(title: str, text: str | None, is_generated: bool, facts: Sequence[str] = ()) -> str:
-    heads = "".join(f"<span>{_safe(head)}</span>" for head in (title, *facts))
+def _block(title: str, text: str | None, is_generated: bool, notes: Sequence[str] = ()) -> str:
+    heads = "".join(f"<span>{_safe(head)}</span>" for head in (title, *notes))
     kind = "generated" if is_generated else "read"
     shown = "(token ids only)" if text is None else text
     return f'<div class="turn">{heads}</div><pre class="text {kind}">\n{_safe(shown)}</pre>'

@@ -56,7 +56,7 @@ class MCPBaseTool(BaseTool):
 
 
 class McpServer:
-    """Connection to an MCP server, opened at the first call, and anew after it broke.
+    """Connection to an MCP server, opened at the first call, and again after it broke.
 
     Args:
         name: for messages.
@@ -97,7 +97,7 @@ class McpServer:
         except Exception as error:
             # what a tool raises comes as an answer; an error of the protocol has a code
             if getattr(error, "code", _CLOSED) == _CLOSED and self._stop is not None:
-                self._client = None  # the next call connects anew
+                self._client = None  # the next call connects again
                 self._stop.set()
             raise
 

@@ -22,7 +22,7 @@ class GymnasiumEnvironment(TextGame):
 
     Args:
         name: its ID, as ``FrozenLake-v1``; ``module:ID`` imports the module first.
-        observation: ``ansi``: the text that the environment draws; ``obs``: the observation, written as numbers;
+        observation: ``ansi``: the text that the environment renders; ``obs``: the observation, written as numbers;
             ``both``. None: ``ansi`` where it can draw text. A mark that is a color there becomes ``[X]`` or
             ``blue(X)``.
         actions: names of a discrete space's actions, in order. None: their numbers.
@@ -57,11 +57,13 @@ class GymnasiumEnvironment(TextGame):
         self.id = name
         kinds = ("ansi", "obs", "both", None)
         self.require(observation in kinds, "observation", observation, "is unknown; it is ansi, obs or both")
-        can_draw = "ansi" in _modes(name)
-        is_drawn = can_draw if observation is None else observation != "obs"
-        self.require(can_draw or not is_drawn, "observation", observation, f"cannot be: {name} draws no text; use obs")
-        self.env = gymnasium.make(name, **{**({"render_mode": "ansi"} if is_drawn else {}), **options})
-        self.is_drawn, self.is_written = is_drawn, not is_drawn or observation == "both"
+        can_render = "ansi" in _modes(name)
+        is_rendered = can_render if observation is None else observation != "obs"
+        self.require(
+            can_render or not is_rendered, "observation", observation, f"cannot be: {name} renders no text; use obs"
+        )
+        self.env = gymnasium.make(name, **{**({"render_mode": "ansi"} if is_rendered else {}), **options})
+        self.is_rendered, self.is_written = is_rendered, not is_rendered or observation == "both"
         self.space: Any = self.env.action_space
         known = (spaces.Discrete, spaces.MultiDiscrete, spaces.Box, spaces.Text)
         if not isinstance(self.space, known):
@@ -114,8 +116,8 @@ class GymnasiumEnvironment(TextGame):
         return float(reward), bool(terminated), numbers
 
     def view(self) -> str:
-        drawn = _plain(str(self.env.render())).strip("\n") if self.is_drawn else ""
-        return "\n".join(filter(None, (drawn, _written(self.observed) if self.is_written else "")))
+        rendered = _plain(str(self.env.render())).strip("\n") if self.is_rendered else ""
+        return "\n".join(filter(None, (rendered, _written(self.observed) if self.is_written else "")))
 
     def rules(self) -> str:
         if self.actions is not None:
@@ -166,7 +168,7 @@ def _modes(name: str) -> Sequence[str]:
 
 
 def _plain(text: str) -> str:
-    """Return drawn text without terminal codes: ``[X]`` for a highlighted X, ``blue(X)`` for a colored one."""
+    """Return rendered text without terminal codes: ``[X]`` for a highlighted X, ``blue(X)`` for a colored one."""
 
     def mark(match: re.Match) -> str:
         codes, inner = match[1].split(";"), match[2]

@@ -218,7 +218,7 @@ class SampleClient:
         return self.log.replies
 
     def restart(self) -> None:
-        """Begin the sample anew: an agent loop failed."""
+        """Start the sample again: an agent loop failed."""
         self.log.clear()
         self._calls = 0
 

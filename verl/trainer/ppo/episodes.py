@@ -237,7 +237,7 @@ def trajectory_records(
     records = []
     for episode, parts in zip(episodes, segments, strict=True):
         decoded = None if decode is None else [next(texts) for _ in parts]
-        record = _facts(batch, episode)
+        record = _metadata(batch, episode)
         if episode is slowest:
             record["slowest"] = True
         record["turns"] = _turns(batch, episode, parts, decoded)
@@ -245,7 +245,7 @@ def trajectory_records(
     return records
 
 
-def _facts(batch: DataProto, episode: Episode) -> dict[str, Any]:
+def _metadata(batch: DataProto, episode: Episode) -> dict[str, Any]:
     """What is known of a whole episode; what is not known is left out."""
     value = _reader(batch.non_tensor_batch, episode.rows[0])
     names = ("agent_name", "env_tag", "trajectory_id")
