@@ -61,9 +61,10 @@ def test_nothing_is_said_about_a_shell_recipe(recipe, there, tmp_path, monkeypat
     places = {"MODEL": tmp_path / "policy", "JUDGE": tmp_path / "judge", "RUN": tmp_path / "run"}
     places |= {"DATA": tmp_path, "TEST": tmp_path}
     calls = calls_of(recipe, tmp_path, environment={name: str(place) for name, place in places.items()})
-    module, arguments = next((call[1], call[2:]) for call in calls if call[0] == "-m" and call[1].endswith("main_ppo"))
+    jobs = ("main_ppo", "main_agentic")
+    module, arguments = next((call[1], call[2:]) for call in calls if call[0] == "-m" and call[1].endswith(jobs))
     flags, words = parse(arguments)
-    start = {}
+    start = {"config_name": "agentic_trainer"} if module.endswith("main_agentic") else {}
     if module.startswith("recipe"):
         (yaml,) = (recipe.parent / "config").glob("*.yaml")
         start = {"config_path": str(yaml.parent), "config_name": yaml.stem}

@@ -379,7 +379,7 @@ def read_source(path: str) -> Source:
         return _of_yaml(file)
     words, notes = words_of_script(file.read_text(encoding="utf-8"))
     if words is None:
-        raise ConfigError([f"{path} has no command with main_ppo, or verl ppo."])
+        raise ConfigError([f"{path} has no command with main_ppo, main_agentic, verl ppo or verl agentic."])
     overrides = [word for word in words if not word.startswith("-")]
     named = dict(word.split("=", 1) for word in words if word.startswith(("--config-path=", "--config-name=")))
     return _typed(load(overrides, named.get("--config-path"), named.get("--config-name", "ppo_trainer")), notes)
@@ -429,8 +429,11 @@ _SUM = re.compile(r"\$\(\(\s*\$?(\w+)\s*([-+*])\s*\$?(\w+)\s*\)\)")
 _VARIABLE = re.compile(r"\$(?:\{([A-Za-z_]\w*)(?:(:?-)([^{}]*))?\}|([A-Za-z_]\w*))")
 
 
+_COMMAND = re.compile(r"\bmain_(?:ppo|agentic)(?:\.py)?\b|\bverl\s+(?:ppo|agentic)\b")
+
+
 def words_of_script(text: str) -> tuple[list[str] | None, list[str]]:
-    """The words behind the last ``main_ppo`` of a script, None if there is none; and notes on words left out."""
+    """The words behind the last ``main_ppo`` or ``main_agentic`` of a script, None if there is none; notes on others."""
     known: dict[str, str] = {}
     arrays: dict[str, list[str]] = {}
     words: list[str] | None = None
@@ -448,10 +451,11 @@ def words_of_script(text: str) -> tuple[list[str] | None, list[str]]:
         if found:
             known[found[1]] = _expanded(_unquoted(found[2]), known)
             continue
-        if not re.search(r"\bmain_ppo\b|\bverl\s+ppo\b", line) or line.lstrip().startswith("#"):
+        command = None if line.lstrip().startswith("#") else _COMMAND.search(line)
+        if command is None:
             continue
         words, notes = [], []
-        behind = re.split(r"\bmain_ppo(?:\.py)?\b|\bverl\s+ppo\b", line, maxsplit=1)[1]
+        behind = line[command.end() :]
         for word in _with_arrays(_split(_summed(behind, known)), arrays):
             full = _expanded(word, known)
             # words of the script's own command line, of which nothing is known here

@@ -254,7 +254,9 @@ def load(
     composed, tree = compose(checked.overrides, folders, config_name, root)
     given = set(checked.given)
     if config_name != "ppo_trainer" or len(folders) > 1:
-        given |= differing(tree, compose([], [CONFIG_DIR], "ppo_trainer", root)[1])
+        by_file = differing(tree, compose([], [CONFIG_DIR], "ppo_trainer", root)[1])
+        # a section that is null by default differs as a whole where the command line sets one of its options
+        given |= {key for key in by_file if not any(own.startswith(f"{key}.") for own in checked.given)}
     return interpret(tree, given, root, composed=composed, stripped_prefix=checked.stripped_prefix)
 
 

@@ -29,6 +29,7 @@ options=(
     actor_rollout_ref.actor.optim.weight_decay=0
     actor_rollout_ref.actor.optim.betas="[0.9,0.99]"
     actor_rollout_ref.rollout.name=hf
+    actor_rollout_ref.rollout.mode=async
     actor_rollout_ref.rollout.n=8
     actor_rollout_ref.rollout.agent.openai_agent.function="$HERE/$AGENT:solve"
     env.episode_timeout=60

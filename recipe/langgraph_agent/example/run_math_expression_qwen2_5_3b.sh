@@ -31,6 +31,7 @@ options=(
     trainer.project_name=math_expression
     trainer.experiment_name=langgraph-qwen2.5-3b
     trainer.test_freq=5
+    trainer.save_freq=20
     trainer.total_epochs=1
 )
 exec python3 -m verl.trainer.main_ppo "${options[@]}" "$@"

@@ -236,6 +236,7 @@ def test_rewards_of_agent_loops_are_said_once_to_keep_a_function_or_model_from_b
     batch = DataProto.from_dict(tensors={"rm_scores": torch.zeros(1, 1)})
     trainer = SimpleNamespace(
         config=config,
+        options=config,
         use_rm=config.reward_model.enable,
         reward_fn=NaiveRewardManager(None, 0),
         global_steps=1,
