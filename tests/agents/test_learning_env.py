@@ -80,10 +80,9 @@ def test_an_agent_learns_on_two_ranks(successes):
 
 @pytest.mark.learning
 @pytest.mark.vllm
-def test_an_agent_learns_to_move_with_turns_from_vllm(successes):
-    """As far as the plateau of who does not read the map: a model that vLLM takes on a CPU stays there for longer."""
+def test_an_agent_learns_with_turns_from_vllm(successes):
     engine = {f"{ROLLOUT}__name": "vllm", f"{ROLLOUT}__calculate_log_probs": True}
-    # heads of 32 numbers, the fewest that vLLM takes on a CPU
-    engine["trainer__total_training_steps"] = 50
-    scores = successes({"num_attention_heads": 2, "head_dim": 32}, **GIGPO, **engine)
+    engine["trainer__total_training_steps"] = 100
+    # heads of 32 numbers are the fewest that vLLM takes on a CPU, and with two of them a policy stays at the plateau
+    scores = successes({"hidden_size": 128, "num_attention_heads": 4, "head_dim": 32}, **GIGPO, **engine)
     check_learned("frozen lake, vllm", scores, over=(10, 10))

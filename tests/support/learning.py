@@ -55,7 +55,7 @@ BOUNDS = {
     "frozen lake, grpo": Bound(0.1, 0.82),  # success; half of the lakes are crossed without reading the map
     "frozen lake, gigpo": Bound(0.1, 0.89),
     "frozen lake, two ranks": Bound(0.1, 0.89),
-    "frozen lake, vllm": Bound(0.1, 0.3),  # 50 steps
+    "frozen lake, vllm": Bound(0.1, 0.85),  # 100 steps
     "simulated user": Bound(0.2, 0.8),  # success; two thirds is the most without reading the answer
 }
 
