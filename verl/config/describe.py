@@ -433,7 +433,7 @@ _COMMAND = re.compile(r"\bmain_(?:ppo|agentic)(?:\.py)?\b|\bverl\s+(?:ppo|agenti
 
 
 def words_of_script(text: str) -> tuple[list[str] | None, list[str]]:
-    """The words behind the last ``main_ppo`` or ``main_agentic`` of a script, None if there is none; notes on others."""
+    """Words behind the last ``main_ppo`` or ``main_agentic`` of a script, None if there is none; notes on others."""
     known: dict[str, str] = {}
     arrays: dict[str, list[str]] = {}
     words: list[str] | None = None
