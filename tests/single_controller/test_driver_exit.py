@@ -13,7 +13,7 @@ pytestmark = pytest.mark.ranks
 
 ROOT = Path(__file__).parents[2]
 
-DRIVER = """
+DRIVER = r"""
 import os, sys, time
 from tests.single_controller.fragile import Fragile
 from verl.single_controller import get_controller
@@ -23,7 +23,9 @@ group = controller.WorkerGroup(controller.ResourcePool([2]), controller.ClassWit
 group.take(b"x" * 1_000_000)
 group.execute_func_rank_zero(print, "a worker speaks")
 group.execute_func_rank_zero(os.system, "echo a worker complains >&2")
-print("READY", *group.pids, flush=True)
+# One write that begins a line: Ray prints what its workers say from another thread.
+sys.stdout.write("\nREADY " + " ".join(map(str, group.pids)) + "\n")
+sys.stdout.flush()
 input()
 """
 
