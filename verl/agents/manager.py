@@ -36,6 +36,7 @@ from verl.agents.outputs import assemble_outputs, check_failures, check_images, 
 from verl.envs.host import close_hosts
 from verl.protocol import DataProto
 from verl.single_controller.errors import WorkerGroupError
+from verl.utils.exit_codes import ExitCode
 from verl.utils.py_functional import derive_seed
 from verl.utils.tokenizer import hf_tokenizer
 from verl.workers.rollout.base import Completion, Request, SamplingParams
@@ -452,6 +453,8 @@ class AgentLoopManager:
 
 class AgentLoopIdle(RuntimeError):
     """An agent loop waits for something that does not come."""
+
+    exit_class = ExitCode.WORKER
 
 
 def place_of(task: asyncio.Task) -> str:

@@ -10,6 +10,7 @@ import torch
 
 from verl.agents.base import STATUS_COLUMN, AgentLoopOutput, EpisodeStatus
 from verl.protocol import DataProto
+from verl.utils.exit_codes import ExitCode
 from verl.workers.rollout.assemble import assemble
 from verl.workers.rollout.base import Completion
 
@@ -193,6 +194,8 @@ def _with_prompts_of(prompts: DataProto, outputs: Sequence[AgentLoopOutput]) -> 
 
 class EpisodeError(RuntimeError):
     """Too many agent loops failed; the message names the causes."""
+
+    exit_class = ExitCode.DATA
 
 
 def failed_output(row: Mapping[str, Any], name: str, cause: str, seconds: float) -> AgentLoopOutput:

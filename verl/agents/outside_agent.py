@@ -25,6 +25,7 @@ from verl.agents.session import Session
 from verl.sandbox.forked_calls import ForkedCalls, close_all, plain, result_of
 from verl.sandbox.outcomes import Outcome
 from verl.sandbox.supervisor import Limits, command, end, outcome_of
+from verl.utils.exit_codes import ExitCode
 from verl.utils.import_utils import load_extern_type, split_file_name
 
 at_close(close_all)
@@ -37,6 +38,8 @@ _WORDS = 2000
 
 class AgentFailed(RuntimeError):
     """The agent raised, or its program failed."""
+
+    exit_class = ExitCode.DATA
 
 
 @register("openai_agent")

@@ -16,6 +16,8 @@ from enum import Enum
 from pathlib import Path
 from typing import Any, TypeVar
 
+from verl.utils.exit_codes import ExitCode
+
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
@@ -49,6 +51,8 @@ def import_modules(package: str, path: Iterable[str]) -> None:
 
 class UnknownName(ValueError, KeyError):
     """The requested name is not registered."""
+
+    exit_class = ExitCode.CONFIGURATION
 
     __str__ = Exception.__str__  # KeyError would show the repr of the sentence
 

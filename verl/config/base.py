@@ -11,6 +11,8 @@ from functools import partial
 from types import FrameType
 from typing import Any, ClassVar, NamedTuple, TypeVar
 
+from verl.utils.exit_codes import ExitCode
+
 MISSING = "???"
 """Default of an option the user must give; hydra's and OmegaConf's spelling of it."""
 
@@ -29,6 +31,8 @@ class Problem(NamedTuple):
 
 class ConfigError(ValueError):
     """Everything that is wrong with a configuration, found in one go. ``problems`` lists the sentences."""
+
+    exit_class = ExitCode.CONFIGURATION
 
     def __init__(self, problems: list[str]):
         self.problems = list(problems)

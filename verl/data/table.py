@@ -14,6 +14,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from verl.utils.exit_codes import ExitCode
 from verl.utils.py_functional import nearest_name
 
 JSON_COLUMN = {b"verl": b"json"}
@@ -30,6 +31,8 @@ _BLOCK = 1000
 
 class DataError(ValueError):
     """Something in a data file cannot be used; the message names file, row and rule."""
+
+    exit_class = ExitCode.DATA
 
 
 class BadRow(NamedTuple):

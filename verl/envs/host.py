@@ -31,6 +31,7 @@ from verl.envs.worker import (
     locate,
 )
 from verl.sandbox.outcomes import Failure, Outcome
+from verl.utils.exit_codes import ExitCode
 
 CLOSE_S = 5.0
 """Seconds in which an environment must close."""
@@ -44,6 +45,8 @@ class EnvironmentFailure(RuntimeError):
             ...), or ``worker_lost``: its process ended, and it may not have been the cause.
         cause: the message without the seed, the same for all episodes that fail in one way.
     """
+
+    exit_class = ExitCode.DATA
 
     def __init__(self, kind: str, message: str, cause: str | None = None):
         super().__init__(message)

@@ -20,10 +20,15 @@ from verl.single_controller.processes import is_readable
 from verl.telemetry.flight_recorder import RECORDER_VARIABLE, STALLED, OwnedRecorder, Reading
 from verl.telemetry.memory import host_memory, oom_kills, process_state, shown_GiB
 from verl.telemetry.run_record import log_only
+from verl.utils.exit_codes import ExitCode
+
+_NO_MEMORY = "for lack of memory"
 
 
 class WorkerGroupError(RuntimeError):
     """Base of every failure of a worker group."""
+
+    exit_class = ExitCode.WORKER
 
 
 class WorkerError(WorkerGroupError):
@@ -35,6 +40,7 @@ class WorkerError(WorkerGroupError):
         traceback: text of the remote traceback.
         doing: activity of its rollout engine; empty if it was idle.
         explanation: text for a user in place of a traceback; None if only the traceback helps.
+        exit_class: of the remote exception.
     """
 
     def __init__(
@@ -47,10 +53,12 @@ class WorkerError(WorkerGroupError):
         traceback: str,
         explanation: str | None = None,
         doing: str = "",
+        exit_class: ExitCode = ExitCode.UNEXPECTED,
     ):
         """``explanation``: of the remote exception, if it has one; ``doing``: the state of its rollout engine."""
         self.role, self.rank, self.world_size, self.method = role, rank, world_size, method
         self.cause, self.traceback, self._explanation, self.doing = cause, traceback, explanation, doing
+        self.exit_class = exit_class
         where = f"{role}.{method} failed on rank {rank} of {world_size}"
         at = f"\nWhat it was doing: {doing}." if doing else ""
         self.explanation = None if explanation is None else f"{where}: {explanation}{at}"
@@ -59,7 +67,7 @@ class WorkerError(WorkerGroupError):
     # an exception unpickles as type(*self.args), and args holds the message alone
     def __reduce__(self):
         where = (self.role, self.rank, self.world_size, self.method)
-        return type(self), (*where, self.cause, self.traceback, self._explanation, self.doing)
+        return type(self), (*where, self.cause, self.traceback, self._explanation, self.doing, self.exit_class)
 
 
 class WorkerDied(WorkerGroupError):
@@ -90,6 +98,7 @@ class WorkerDied(WorkerGroupError):
         self.pid, self.signal, self.exit_code, self.stderr_end = pid, signal, exit_code, stderr_end
         self.report = report
         doing = f"while running {role}.{method}" if method else f"between calls of {role}"
+        self.exit_class = ExitCode.MEMORY if _NO_MEMORY in report else ExitCode.WORKER
         message = f"Rank {rank} of {world_size} died {doing} (pid {pid}): {self._how()}"
         message += f"\n{report}" if report else ""
         super().__init__(message + (f"\nThe end of its stderr:\n{stderr_end.rstrip()}" if stderr_end else ""))
@@ -139,6 +148,8 @@ class WorkerTimeout(WorkerGroupError, TimeoutError):
 class WorkerGroupStopped(WorkerGroupError):
     """A call to a group whose processes have ended: stopped on purpose, or after the failure that is the cause."""
 
+    exit_class = None  # that of the cause
+
 
 # -- Reports on a worker that died or does not answer: its activity, its memory, the kernel's out-of-memory count ----
 
@@ -166,7 +177,7 @@ class WorkerDiagnostics:
         reading, now = self._boxes[rank].read(), time.monotonic()
         lines = [*_doing(reading, now), *_memory(reading, now)]
         if (new := oom_kills() - self._kills) > 0:
-            lines.append(f"The kernel killed {new} processes for lack of memory since this group started.")
+            lines.append(f"The kernel killed {new} processes {_NO_MEMORY} since this group started.")
         if pid is not None and process_state(pid) == "T":
             lines.append(f"Process {pid} is stopped by a signal (SIGSTOP); `kill -CONT {pid}` resumes it.")
         return "\n".join(lines)

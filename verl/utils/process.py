@@ -13,8 +13,11 @@ import os
 import select
 import signal
 import sys
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
+
+from verl.utils.exit_codes import ExitCode, exit_code
 
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 
@@ -25,28 +28,37 @@ _RAISE = opcode.opmap["RAISE_VARARGS"]
 class Terminated(KeyboardInterrupt):
     """SIGTERM, which is answered as Ctrl-C is: what is open gets closed."""
 
+    exit_class = ExitCode.TERMINATED
+
 
 @contextmanager
 def plain_ending() -> Iterator[None]:
     """Wrap a whole program: an error it foresaw ends it with the message alone, as the last thing on the screen.
 
-    Exit code 1, after a signal 128 and its number as shells have it; so too where the reader of the output has closed
-    (``| head``). All other errors, and with VERL_LOGGING_LEVEL=DEBUG these too, leave with their traceback.
+    The exit code is the class of the error (`verl.utils.exit_codes`); after a signal, and where the reader of the
+    output has closed (``| head``), 128 and the signal's number as shells have it. An error that was not foreseen, and
+    with VERL_LOGGING_LEVEL=DEBUG every error, has its traceback printed.
     """
     ending: BaseException | None = None
     try:
         yield
     except KeyboardInterrupt as stop:
-        ending = SystemExit(128 + (signal.SIGTERM if isinstance(stop, Terminated) else signal.SIGINT))
+        ending = SystemExit(int(exit_code(stop)))
     except (SystemExit, BrokenPipeError) as error:
         ending = error
     except Exception as error:
-        message = explanation(error)
-        if message is None or os.environ.get("VERL_LOGGING_LEVEL", "").upper() == "DEBUG":
+        message, code = explanation(error), exit_code(error)
+        shows_traceback = message is None or os.environ.get("VERL_LOGGING_LEVEL", "").upper() == "DEBUG"
+        if shows_traceback and code is ExitCode.UNEXPECTED:
             raise
         sys.stdout.flush()
-        print(f"error: {message}", file=sys.stderr)
-        ending = SystemExit(1)
+        if shows_traceback:
+            traceback.print_exception(error)
+        if code not in (ExitCode.UNEXPECTED, ExitCode.CONFIGURATION):
+            print(f"exit code {int(code)}: {code.about}", file=sys.stderr)
+        if not shows_traceback:
+            print(f"error: {message}", file=sys.stderr)
+        ending = SystemExit(int(code))
     if not _has_readers():
         raise SystemExit(128 + signal.SIGPIPE) from None
     if ending is not None:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from verl.algorithms.registry import About, Registry
 from verl.algorithms.valid_tokens import BLOCK, ValidTokens, discounted_suffix_sum
+from verl.utils.exit_codes import ExitCode
 
 AdvantageFn = Callable[..., tuple[Tensor, Tensor]]
 
@@ -56,6 +57,8 @@ def builtin_estimator(
 
 class NonFiniteError(ValueError):
     """An estimator was given NaN or infinity: one such number would silently spoil the whole batch."""
+
+    exit_class = ExitCode.UNHEALTHY
 
 
 class Groups:

@@ -32,11 +32,14 @@ from verl.rewards.functions.calling import (
 from verl.rewards.scorers import default_compute_score
 from verl.sandbox.messages import name_of
 from verl.sandbox.outcomes import Failure, NotCalled, Scored, scored
+from verl.utils.exit_codes import ExitCode
 from verl.utils.py_functional import excerpt, nearest_name
 
 
 class RewardError(RuntimeError):
     """A reward function failed or returned no usable number; the message names the sample and what to do."""
+
+    exit_class = ExitCode.DATA
 
 
 class AbstractRewardManager(ABC):

@@ -12,6 +12,7 @@ from functools import cache
 from typing import Any
 
 from verl.sandbox.code_runner import MEMORY_MB
+from verl.utils.exit_codes import ExitCode
 from verl.utils.py_functional import convert_to_regular_types, nearest_name
 
 _CODE, _SHORT, _DAPO = "code:compute_score", "short_answers:", "math_dapo:compute_score"
@@ -56,6 +57,8 @@ SOURCES: dict[str, str] = {source: path for path, sources in _SCORERS.items() fo
 
 class UnknownDataSource(NotImplementedError):
     """No built-in scorer belongs to a data source."""
+
+    exit_class = ExitCode.DATA
 
 
 def known_data_sources() -> list[str]:

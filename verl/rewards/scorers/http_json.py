@@ -14,6 +14,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from verl.utils.exit_codes import ExitCode
+
 RETRIED = (408, 425, 429, 500, 502, 503, 504)
 """HTTP statuses after which a request is tried again."""
 
@@ -25,6 +27,8 @@ LONGEST_PAUSE_S = 30.0
 
 class ServiceError(RuntimeError):
     """A service gave no usable answer: ``reason`` is ``timeout``, ``unreachable``, ``refused`` or ``malformed``."""
+
+    exit_class = ExitCode.DATA
 
     def __init__(self, reason: str, detail: str):
         super().__init__(detail)

@@ -19,6 +19,7 @@ from verl.config.reward import JudgeConfig
 from verl.rewards.scorers import is_for_judge
 from verl.rewards.scorers.http_json import ServiceError, pace, post, slot
 from verl.rewards.scorers.matching import after_thinking
+from verl.utils.exit_codes import ExitCode
 from verl.utils.py_functional import convert_to_regular_types, excerpt
 
 PLACEHOLDERS = ("question", "response", "ground_truth", "data_source")
@@ -43,6 +44,8 @@ _QUESTION_KEYS = ("question", "problem", "prompt", "query")
 
 class JudgeError(RuntimeError):
     """The judge gave no score: ``reason`` is ``no_score``, ``prompt``, or that of the :class:`ServiceError`."""
+
+    exit_class = ExitCode.DATA
 
     def __init__(self, reason: str, detail: str):
         super().__init__(detail)

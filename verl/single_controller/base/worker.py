@@ -15,6 +15,7 @@ from typing import Any
 from verl.single_controller.base.decorator import Dispatch, Execute, register
 from verl.single_controller.errors import WorkerError, describe
 from verl.telemetry.flight_recorder import RECORDER_VARIABLE, flight_recorder, watchdog
+from verl.utils.exit_codes import exit_code
 from verl.utils.process import explanation
 
 MESH_POSITIONS = "__mesh_positions__"
@@ -184,7 +185,8 @@ class WorkerHost:
             cause = "".join(traceback.format_exception_only(type(error), error)).strip().splitlines()
             explained = explanation(error)
             doing = describe(flight_recorder().notes)
-            raise WorkerError(role, *self._place, method, cause[0], "".join(lines), explained, doing) from error
+            where = (role, *self._place, method)
+            raise WorkerError(*where, cause[0], "".join(lines), explained, doing, exit_code(error)) from error
 
 
 def free_port() -> int:

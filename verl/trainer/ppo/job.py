@@ -355,19 +355,18 @@ def check_device(trainer: TrainerConfig, rollout_devices: int = 0) -> None:
     here = trainer.nnodes == 1 and not (trainer.controller == "ray" and "RAY_ADDRESS" in os.environ)
     if trainer.device == "cuda" and here:
         if problem := cuda_problem():
-            raise ValueError(f"trainer.device=cuda: {problem}")
+            raise ConfigError([f"trainer.device=cuda: {problem}"])
         devices = count_cuda_devices()
         if trainer.n_gpus_per_node > devices:
-            raise ValueError(
-                f"trainer.n_gpus_per_node={trainer.n_gpus_per_node}, but this machine has {devices} CUDA devices. "
-                "Lower it to that number."
-            )
+            text = f"trainer.n_gpus_per_node={trainer.n_gpus_per_node}, but this machine has {devices} CUDA devices. "
+            raise ConfigError([f"{text}Lower it to that number."])
         if trainer.n_gpus_per_node + rollout_devices > devices:
-            raise ValueError(
+            text = (
                 f"trainer.n_gpus_per_node={trainer.n_gpus_per_node} and the rollout's {rollout_devices} "
                 f"(actor_rollout_ref.rollout.nnodes x n_gpus_per_node) are more than the {devices} CUDA devices of "
                 "this machine. Lower one of them, or share devices with actor_rollout_ref.hybrid_engine=true."
             )
+            raise ConfigError([text])
     if trainer.device == "cpu":
         os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")
 

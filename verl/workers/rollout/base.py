@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from transformers import GenerationConfig
 
+from verl.utils.exit_codes import ExitCode
 from verl.utils.torch_functional import PrecisionType
 from verl.workers.rollout.monitor import EngineMonitor
 
@@ -33,9 +34,13 @@ Bucket = list[tuple[str, "Tensor"]]
 class StaleWeightsError(RuntimeError):
     """A generation was requested under weights that the rollout does not hold."""
 
+    exit_class = ExitCode.UNHEALTHY
+
 
 class WeightSyncError(RuntimeError):
     """A rollout does not hold what was sent to it; the message names the tensors."""
+
+    exit_class = ExitCode.UNHEALTHY
 
 
 class RequestsRunningError(RuntimeError):

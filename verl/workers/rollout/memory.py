@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from verl.telemetry.memory import host_memory
+from verl.utils.exit_codes import ExitCode
 from verl.workers.rollout.base import cached_bytes_per_token
 
 if TYPE_CHECKING:
@@ -107,6 +108,8 @@ _TAKEN = ("less than desired GPU memory utilization",)
 
 class RolloutOutOfMemory(RuntimeError):
     """The engine found no memory for its weights, its cache or a step; the cause is the engine's own error."""
+
+    exit_class = ExitCode.MEMORY
 
 
 @contextmanager

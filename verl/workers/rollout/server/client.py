@@ -17,6 +17,7 @@ from typing import Any
 
 import aiohttp
 
+from verl.utils.exit_codes import ExitCode
 from verl.workers.rollout.base import Completion, Request, empty_completion
 from verl.workers.rollout.monitor import Span
 from verl.workers.rollout.server.messages import allow_many_connections, completion_from_json, request_to_json
@@ -28,6 +29,8 @@ _MAX_NAMED = 4
 
 class RolloutServerError(RuntimeError):
     """A rollout server died, did not answer, or its engine failed; names it and its last requests."""
+
+    exit_class = ExitCode.WORKER
 
 
 @dataclass

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
+from verl.utils.exit_codes import ExitCode
 from verl.workers.rollout.base import Completion, Request, RolloutEngine, empty_completion
 from verl.workers.rollout.memory import out_of_memory_error
 
@@ -24,6 +25,8 @@ _HEARTBEAT_S = 5.0  # longest time without a message to the following ranks, who
 
 class EngineDied(RuntimeError):
     """The engine raised while it generated; its running requests are lost. The cause is the engine's own error."""
+
+    exit_class = ExitCode.WORKER
 
 
 class Event(NamedTuple):

@@ -29,6 +29,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from verl.utils.exit_codes import ExitCode
 from verl.workers.rollout.base import Bucket
 from verl.workers.rollout.sglang.setup import EngineRequest
 
@@ -40,6 +41,8 @@ _GRACE_S = 5.0  # seconds a dying process tree has to end
 
 class EngineDiedError(RuntimeError):
     """The rollout engine's process has ended; the message has the end of its output and the requests it held."""
+
+    exit_class = ExitCode.WORKER
 
 
 class EngineProcess:

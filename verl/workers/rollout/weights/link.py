@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from verl.utils.exit_codes import ExitCode
 from verl.workers.rollout.base import Bucket, Receipt, RolloutEngine, WeightSyncError
 from verl.workers.rollout.weights.sync import compare, with_checksums
 
@@ -31,6 +32,8 @@ _ALIGN_BYTES = 64  # tensors of a bucket begin at multiples of it, as fast copie
 
 class WeightLinkError(WeightSyncError):
     """The other end of the link has ended, stands still or gave up: this end is not the cause."""
+
+    exit_class = ExitCode.WORKER
 
 
 class TransferStats(NamedTuple):
