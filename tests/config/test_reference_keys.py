@@ -105,6 +105,7 @@ NEW_KEYS += [
 ]
 NEW_KEYS += [f"env.{name}" for name, _ in leaves(EnvConfig())]
 NEW_KEYS += [f"actor_rollout_ref.rollout.agent.openai_agent.{name}" for name in ("function", "runs_in", "command")]
+NEW_KEYS += ["trainer.max_time"]
 """Options that verl's YAML does not have. A change here is a change of the public surface."""
 
 

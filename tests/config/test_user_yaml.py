@@ -86,9 +86,9 @@ def test_what_yaml_sets_counts_as_given(tmp_path):
 def test_an_interpolation_of_the_user_does_not_hide_an_unbuilt_feature(tmp_path):
     folder = _yaml(
         tmp_path,
-        "defaults: [ppo_trainer, _self_]\ntrainer:\n  esi_redundant_time: ${trainer.seed}\n",
+        "defaults: [ppo_trainer, _self_]\ntrainer:\n  profile_steps: ['${trainer.seed}']\n",
     )
-    with pytest.raises(ConfigError, match="trainer.esi_redundant_time=1 is not supported yet"):
+    with pytest.raises(ConfigError, match=r"trainer.profile_steps=\[1\] is not supported yet"):
         load_ppo_config(RUNNABLE, folder, "mine")
 
 

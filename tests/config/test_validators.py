@@ -385,7 +385,6 @@ UNBUILT = [
     f"{ROLLOUT}.load_format=tensorizer",
     "trainer.profile_steps=[1]", "trainer.worker_nsight_options.kill=sigterm",
     "trainer.npu_profile.options.level=level2", "actor_rollout_ref.profiler.ranks=[0]",
-    "trainer.esi_redundant_time=60",
     "trainer.device=npu", "trainer.logger=[console,mlflow]",
 ]  # fmt: skip
 

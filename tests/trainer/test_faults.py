@@ -110,13 +110,13 @@ def test_a_mistake_of_the_users_ends_in_its_message_and_not_in_a_traceback(tmp_p
         assert "Traceback" not in result.stderr and message in result.stderr.splitlines()[-1], result.stderr
 
 
-def test_ctrl_c_ends_the_run_quietly_says_how_to_go_on_and_leaves_no_process(tmp_path):
+def test_ctrl_c_saves_the_step_says_how_to_go_on_and_leaves_no_process(tmp_path):
     arguments = overrides(
         make_task(tmp_path / "task"),
         trainer__n_gpus_per_node=2,
         actor_rollout_ref__actor__strategy="fsdp2",
         trainer__total_training_steps=100000,
-        trainer__save_freq=2,
+        trainer__save_freq=100000,
         trainer__default_local_dir=tmp_path / "run",
     )
     with open(tmp_path / "log", "w+") as log:
@@ -130,8 +130,9 @@ def test_ctrl_c_ends_the_run_quietly_says_how_to_go_on_and_leaves_no_process(tmp
             if driver.poll() is None:
                 os.killpg(driver.pid, signal.SIGKILL)
     text = (tmp_path / "log").read_text()
-    assert code == 130 and "Traceback" not in text, text[-3000:]
-    assert re.search(r"Stopped in step \d+ of 100000. To go on from .*global_step_\d+:\n  bash .*resume.sh\n$", text)
+    assert code == 75 and "Traceback" not in text, text[-3000:]
+    reason, command = "SIGINT was received", r"To go on from .*global_step_\1:\n  bash .*resume.sh\n$"
+    assert re.search(rf"Stopped after step (\d+) of 100000: {reason}. {command}", text), text[-3000:]
     assert len(family) >= 2
     wait_for(lambda: not [p for p in family if alive(p)], "the workers to be gone", 20)
 

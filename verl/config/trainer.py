@@ -140,8 +140,14 @@ class TrainerConfig(Config):
     save_freq: int = -1
     """Training steps between checkpoints; the last step is saved too. Negative: none is written."""
 
+    max_time: float | None = option(None, above=0)
+    """Seconds the run may take, start included. It saves and ends before another step would not fit any more, with exit
+    code 75: the same command goes on. Also with ``save_freq=-1``. Null: no limit."""
+
     esi_redundant_time: int = option(0, at_least=0)
-    """Seconds before the end of an elastic instance at which to save."""
+    """Seconds before the end of an elastic instance by which the run must have saved and ended, as by ``max_time``. The
+    environment says when that is: ``MLP_CURRENT_CAPACITY_BLOCK_EXPIRATION_TIMESTAMP`` or
+    ``SAGEMAKER_CURRENT_CAPACITY_BLOCK_EXPIRATION_TIMESTAMP``."""
 
     resume_mode: Literal["auto", "disable", "resume_path"] = "auto"
     """``auto``: from the newest checkpoint in ``default_local_dir``, if any. ``resume_path``: from

@@ -23,6 +23,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from verl.telemetry.memory import rss_bytes
+from verl.utils.exit_codes import ExitCode
 
 RECORDER_VARIABLE = "VERL_FLIGHT_RECORDER"
 """Environment variable with the address of a worker's recorder: ``path:token``."""
@@ -173,8 +174,8 @@ def anonymous_file() -> int:
 # -- Watchdog: a thread that shows that its process lives, and ends it when armed work makes no progress ----------
 
 
-STALLED = 75
-"""Exit code of a process that its watchdog has ended."""
+STALLED = 85
+"""Exit code of a worker that its watchdog has ended; none of those in `verl.utils.exit_codes`."""
 
 _BEAT_S = 1.0
 _LAST_GRACE_S = 10.0
@@ -252,7 +253,7 @@ class Watchdog:
         if self._is_driver:
             os.kill(os.getpid(), signal.SIGTERM)
             time.sleep(_LAST_GRACE_S)
-        os._exit(STALLED)
+        os._exit(int(ExitCode.WORKER) if self._is_driver else STALLED)
 
 
 _WATCHDOG: tuple[FlightRecorder, Watchdog] | None = None

@@ -312,7 +312,9 @@ def _resuming(overrides: Sequence[str], new: Mapping[str, Any]) -> list[str]:
     return set_overrides(overrides, new)
 
 
-def stop_notice(step: int, total: int, checkpoint: Path | None, overrides: Sequence[str]) -> str:
+def stop_notice(
+    step: int, total: int, checkpoint: Path | None, overrides: Sequence[str], why: str | None = None
+) -> str:
     """Return the closing text of a run that ends early: its last step, and the command to resume it.
 
     Leaves ``resume.sh`` as a finished one does.
@@ -321,8 +323,9 @@ def stop_notice(step: int, total: int, checkpoint: Path | None, overrides: Seque
         step: the one it was in.
         checkpoint: the newest complete one, if any.
         overrides: the run's command line; empty if it was not started from one.
+        why: reason to end when the step was complete. None: it was not.
     """
-    stopped = f"Stopped in step {step} of {total}."
+    stopped = f"Stopped after step {step} of {total}: {why}." if why else f"Stopped in step {step} of {total}."
     if checkpoint is None:
         return f"{stopped} No checkpoint is there to go on from; trainer.save_freq=N saves one every N steps."
     if not overrides:

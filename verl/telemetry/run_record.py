@@ -23,6 +23,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, TextIO
 
+from verl.utils.exit_codes import StoppedEarly
 from verl.version import __version__
 
 COMMAND, CONFIG, ENVIRONMENT, LOG = "command.sh", "config.yaml", "environment.json", "run.log"
@@ -209,7 +210,7 @@ def recorded(
     try:
         yield record
     except BaseException as error:
-        if record is not None:
+        if record is not None and not isinstance(error, StoppedEarly):
             record.end_with(error, explain(error))
         raise
     finally:

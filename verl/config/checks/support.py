@@ -152,7 +152,6 @@ LIMITS: tuple[Limit, ...] = (
         ("auto", "dummy", "dummy_hf", "dummy_megatron", "hf", "dtensor", "megatron", "safetensors"),
     ),
     # run
-    Limit("trainer.esi_redundant_time", "saving before an elastic instance ends", "lower trainer.save_freq"),
     Limit("trainer.profile_steps", "profiling of steps", _NO_PROFILER),
     *(
         Limit(key, what, _NO_PROFILER, requires="trainer.profile_steps")

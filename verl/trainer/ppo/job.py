@@ -37,6 +37,7 @@ from verl.trainer.ppo.ray_trainer import OneStepOffTrainer, RayPPOTrainer
 from verl.trainer.run_folder import gpu_options, recorded_run, words_of_config
 from verl.utils.config import adopt_config, typed_config
 from verl.utils.distributed import destroy_global_process_group
+from verl.utils.exit_codes import StoppedEarly
 from verl.utils.fs import copy_to_local
 from verl.utils.import_utils import import_users_modules
 from verl.utils.process import Terminated, no_collection
@@ -123,7 +124,11 @@ class PPOJob:
             self.command_line = words_of_config(config) if type(self) is PPOJob else []
 
     def run(self) -> RayPPOTrainer:
-        """Prepare, train, and print a summary; worker processes never outlive this call."""
+        """Prepare, train, and print a summary; worker processes never outlive this call.
+
+        Raises:
+            StoppedEarly: a signal or a limit of time ended it before its last step, with a checkpoint saved.
+        """
         with recorded_run(self.config, self.given_words):
             return self._run()
 
@@ -150,12 +155,16 @@ class PPOJob:
                 trainer.controller.start(self.config.ray_init, self.config.ray_init.variables)
                 signal.signal(signal.SIGTERM, _stop_on_signal)  # Ray puts a handler of its own there
                 trainer.init_workers()
-            trainer.fit()
-        except BaseException:
+            with trainer.early_stop.signals():
+                trainer.fit()
+            if trainer.early_stop.reason and trainer.global_steps < trainer.total_training_steps:
+                raise StoppedEarly
+        except BaseException as error:
             trainer.run_log.progress.finish()  # or a failed run would leave its bar, and no cursor, on the screen
             if step := trainer.global_steps:
                 total, newest = trainer.total_training_steps, trainer.last_checkpoint
-                trainer.run_log.progress.say(stop_notice(step, total, newest, self.command_line))
+                why = trainer.early_stop.reason if isinstance(error, StoppedEarly) else None
+                trainer.run_log.progress.say(stop_notice(step, total, newest, self.command_line, why))
             raise
         finally:
             trainer.buffer.close()

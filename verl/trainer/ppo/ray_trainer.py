@@ -33,6 +33,7 @@ from verl.telemetry.profiler import marked_timer
 from verl.trainer.buffer.rollout_buffer import RolloutBuffer, check_agent_names, engine_metrics, shown_tools, uids
 from verl.trainer.ppo import core_algos
 from verl.trainer.ppo.core_algos import AdvantageEstimator
+from verl.trainer.ppo.early_stop import EarlyStop
 from verl.trainer.ppo.experience import (
     Shaping,
     apply_kl_penalty,
@@ -140,6 +141,7 @@ class RayPPOTrainer(RecipeNames):
     ) -> None:
         self.config = adopt_config(config)
         self.options = config = typed_config(self.config)
+        self.early_stop = EarlyStop(config.trainer)
         import_users_modules(config.actor_rollout_ref.model.external_lib)
         if (ratio := config.actor_rollout_ref.rollout.async_ratio) and not self.generates_ahead:
             raise ValueError(
@@ -465,7 +467,10 @@ class RayPPOTrainer(RecipeNames):
         for step, prompts in self.buffer.prompt_batches(self.global_steps, self.total_training_steps):
             self.global_steps = step
             self.metrics, self.timing = {}, {}
+            self.early_stop.begin_step()
             yield step, prompts
+            if self.early_stop.reason is not None and step in self.checkpoints.steps:
+                return
 
     def generate(self, prompts: DataProto, n: int, **options: Any) -> DataProto:
         """Return responses to ``prompts`` in this step; see `RolloutBuffer.generate`."""
@@ -550,6 +555,8 @@ class RayPPOTrainer(RecipeNames):
             with self.timed("trace"):
                 self.run_log.record(step, batch, self.timing.get("generate_sequences", self.timing.get("gen", 0.0)))
         is_test = trainer.test_freq > 0 and self.validates and (last or step % trainer.test_freq == 0)
+        # an early end leaves no time to validate
+        is_test = is_test and (last or not self.early_stop.is_due())
         if is_test:
             with self.timed("testing"):
                 validation = self.validate()
@@ -560,9 +567,11 @@ class RayPPOTrainer(RecipeNames):
         for listener, method in ((self.train_dataloader.sampler, "update"), (self.train_dataset, "on_batch_end")):
             if hasattr(listener, method):
                 getattr(listener, method)(batch=batch)
-        if trainer.save_freq > 0 and (last or step % trainer.save_freq == 0):
+        ends = self.early_stop.is_due() and not last
+        if ends or trainer.save_freq > 0 and (last or step % trainer.save_freq == 0):
             with self.timed("save_checkpoint"):
                 self.save_checkpoint()
+            self.early_stop.saved(self.timing["save_checkpoint"])
         n_gpus = self.resource_pool_manager.get_n_gpus()
         if trainer.memory_ledger:
             busy = self.rollout_wg if self.buffer.generates_ahead else None  # a call would wait for its responses
@@ -575,7 +584,7 @@ class RayPPOTrainer(RecipeNames):
         self.metrics.update(compute_throughout_metrics(batch=batch, timing_raw=self.timing, n_gpus=n_gpus))
         for sentence in self.learning_monitor.note(self.metrics, self.token_entropy):
             self.say(f"step {step}: {sentence}")
-        if last or is_test or step % trainer.log_freq == 0:
+        if last or ends or is_test or step % trainer.log_freq == 0:
             self.run_log.log(step, self.metrics)
         self.run_log.progress.update(step, self.metrics)
         if self.updates_actor and not self.has_checked_keys:  # every role has run: trainer.unread_keys
