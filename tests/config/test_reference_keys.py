@@ -74,6 +74,7 @@ actor_rollout_ref.model.lora_adapter_path actor_rollout_ref.rollout.lora_sync cr
 critic.model.lora_adapter_path
 actor_rollout_ref.model.use_prefix_sharing critic.model.use_prefix_sharing
 trainer.controller trainer.log_freq trainer.nonfinite_tolerance trainer.progress_bar trainer.seed
+trainer.max_restarts trainer.restart_wait
 trainer.tracker_kwargs trainer.worker_timeout
 ray_init.runtime_env trainer.log_dir trainer.unread_keys trainer.weight_sync_freq
 """.split()

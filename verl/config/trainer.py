@@ -157,6 +157,13 @@ class TrainerConfig(Config):
     resume_from_path: str | None = None
     """Folder of a checkpoint, ``.../global_step_N``. Read only with ``resume_mode=resume_path``."""
 
+    max_restarts: int = option(0, at_least=0)
+    """How often a run that lost a process (a worker, a rollout engine or its driver: exit codes 5 and 7) is started
+    again, from its newest checkpoint. A step that fails a second time ends it."""
+
+    restart_wait: float = option(10.0, read_if("max_restarts"), at_least=0)
+    """Seconds before the first restart; each further one waits twice as long, at most ten minutes."""
+
     val_before_train: bool = True
     """Validate before the first step."""
 

@@ -31,7 +31,6 @@ def run_ppo(config: PPOConfig | Any, task_runner_class: Any = None, command_line
             ``ray.remote`` it does so in an actor.
         command_line: the words after ``main_ppo`` that ``config`` came from. None: it was made in Python.
     """
-    from verl.trainer.run_folder import recorded_run
     from verl.utils.config import adopt_config, typed_config
 
     if task_runner_class is not None:
@@ -40,6 +39,19 @@ def run_ppo(config: PPOConfig | Any, task_runner_class: Any = None, command_line
         run_task(task_runner_class, config)
         return
     tree = adopt_config(config)
+    if typed_config(tree).trainer.max_restarts:
+        from verl.trainer.restarts import run_with_restarts
+
+        run_with_restarts(tree, lambda tree: _run_once(tree, command_line))
+    else:
+        _run_once(tree, command_line)
+
+
+def _run_once(tree: Any, command_line: Sequence[str] | None) -> None:
+    """Train as ``tree`` says, typed or as a script composed it."""
+    from verl.trainer.run_folder import recorded_run
+    from verl.utils.config import typed_config
+
     config = typed_config(tree)
     # opened before torch is imported, so that a run which fails at that leaves its record too
     with recorded_run(config, command_line):

@@ -131,11 +131,12 @@ def _own_code(error: BaseException) -> ExitCode | None:
 
 def _code_of_place(error: BaseException) -> ExitCode | None:
     """The code of the innermost folder that an error went through, of those that belong to one class."""
-    tb, code = error.__traceback__, None
+    tb, code, file = error.__traceback__, None, ""
     while tb is not None:
         file = tb.tb_frame.f_code.co_filename
         if file.startswith(_ROOT):
             inside = file[len(_ROOT) :].replace(os.sep, "/")
             code = next((code for place, code in _PLACES.items() if inside.startswith(place)), code)
         tb = tb.tb_next
-    return code
+    # preflight imports users' modules: what these raise says nothing of the configuration
+    return None if code is ExitCode.CONFIGURATION and not file.startswith(_ROOT) else code

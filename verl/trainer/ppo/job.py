@@ -34,6 +34,7 @@ from verl.telemetry.progress import RunSummary, print_summary, stop_notice
 from verl.telemetry.run_record import COMMAND, LOG
 from verl.trainer.ppo.placement import GLOBAL_POOL, ResourcePoolManager, Role, default_pools, default_roles
 from verl.trainer.ppo.ray_trainer import OneStepOffTrainer, RayPPOTrainer
+from verl.trainer.restarts import is_attempt
 from verl.trainer.run_folder import gpu_options, recorded_run, words_of_config
 from verl.utils.config import adopt_config, typed_config
 from verl.utils.distributed import destroy_global_process_group
@@ -181,6 +182,8 @@ class PPOJob:
             ConfigError: the run cannot succeed; lists every reason.
         """
         report = refuse(self.config)
+        if (restarts := self.config.trainer.max_restarts) and not is_attempt():
+            logger.warning("trainer.max_restarts=%d has no effect in PPOJob.run: call run_ppo instead.", restarts)
         for finding in report.warnings if report else ():
             logger.warning("%s", finding.text)
 

@@ -75,6 +75,7 @@ from verl.trainer.ppo.rollout_correction import (
 )
 from verl.trainer.ppo.run_log import LearningSignalMonitor, NonFiniteGuard, RunLog, texts
 from verl.trainer.ppo.trajectories import JoinedTrajectories, trajectory_sums
+from verl.trainer.restarts import note_step
 from verl.utils.config import adopt_config, typed_config
 from verl.utils.import_utils import import_users_modules
 from verl.utils.py_functional import derive_seed
@@ -466,6 +467,7 @@ class RayPPOTrainer(RecipeNames):
         """Yield batches of prompts until ``total_training_steps``; each begins a step."""
         for step, prompts in self.buffer.prompt_batches(self.global_steps, self.total_training_steps):
             self.global_steps = step
+            note_step(step)
             self.metrics, self.timing = {}, {}
             self.early_stop.begin_step()
             yield step, prompts
