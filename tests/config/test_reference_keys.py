@@ -13,6 +13,7 @@ from verl.config.engine import DeepSpeedConfig
 from verl.config.env import EnvConfig
 from verl.config.ppo import PPOConfig
 from verl.config.reward import JudgeConfig, RewardSandboxConfig
+from verl.config.trainer import HealthConfig
 from verl.config.tree import flatten
 
 HERE = Path(__file__).parent
@@ -76,8 +77,9 @@ actor_rollout_ref.model.use_prefix_sharing critic.model.use_prefix_sharing
 trainer.controller trainer.log_freq trainer.nonfinite_tolerance trainer.progress_bar trainer.seed
 trainer.max_restarts trainer.restart_wait
 trainer.tracker_kwargs trainer.worker_timeout
-ray_init.runtime_env trainer.log_dir trainer.unread_keys trainer.weight_sync_freq
+trainer.halt_on ray_init.runtime_env trainer.log_dir trainer.unread_keys trainer.weight_sync_freq
 """.split()
+NEW_KEYS += [f"trainer.health.{name}" for name in HealthConfig()]
 NEW_KEYS += [f"algorithm.filter_groups.{name}" for name in ("low", "high", "min_std")]
 NEW_KEYS += ["algorithm.reward_shaping.clip_range", "algorithm.sample_mask.error_max_len"]
 NEW_KEYS += [f"algorithm.gigpo.{name}" for name in GiGPOConfig()]

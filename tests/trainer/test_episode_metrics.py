@@ -12,8 +12,9 @@ from verl.protocol import DataProto
 from verl.telemetry.rollout_trace import open_trace
 from verl.telemetry.trajectory_command import main as show
 from verl.trainer.ppo.episodes import episode_metrics, episodes_of
+from verl.trainer.ppo.health import HealthMonitor
 from verl.trainer.ppo.metric_utils import compute_data_metrics, validate
-from verl.trainer.ppo.run_log import LearningSignalMonitor, dump_batch, sample_records, texts
+from verl.trainer.ppo.run_log import dump_batch, sample_records, texts
 
 
 class Letters:
@@ -334,7 +335,7 @@ def test_the_command_shows_what_a_run_dumps(tmp_path, capsys):
 )
 def test_a_run_whose_episodes_mostly_end_by_one_limit_is_told_which(status, words):
     def sentences(share):
-        watch = LearningSignalMonitor(typed())
+        watch = HealthMonitor(typed())
         return [text for _ in range(7) for text in watch.note({f"agent/status/{status}": share})]
 
     [sentence] = sentences(0.75)

@@ -66,6 +66,46 @@ class NPUProfileConfig(Config):
     trace at the end)."""
 
 
+HealthRule = Literal[
+    "groups_without_signal", "identical_responses", "no_gradient", "constant_reward", "truncation", "entropy",
+    "length_drift", "kl_jump", "mismatch", "memory", "episode_limits", "failed_episodes",
+]  # fmt: skip
+
+
+@dataclass
+class HealthConfig(Config):
+    """Limits of the rules that watch a run, each reported once, with advice, when it held in 5 of the last 10 steps or
+    the trend is clear. Null switches a rule off. See docs/observe.md."""
+
+    groups_without_signal: float | None = option(0.9, above=0, at_most=1)
+    """Share of the groups in which every advantage is 0, because all rewards are equal."""
+
+    identical_responses: float | None = option(0.9, above=0, at_most=1)
+    """Share of the responses that equal another to the same prompt, token by token."""
+
+    constant_reward: float | None = option(0.0, at_least=0)
+    """Largest less smallest score of a batch, and difference of its mean to that of the step before, up to which the
+    reward counts as constant."""
+
+    truncation: float | None = option(0.5, above=0, at_most=1)
+    """Share of the responses that are cut at a length limit. Not looked at with ``rollout.ignore_eos`` and for agents,
+    whose limits are named."""
+
+    entropy: float | None = option(0.01, above=0)
+    """Nats a token below which the policy no longer explores; a fall to a tenth within 50 steps counts too."""
+
+    length_drift: float | None = option(3.0, above=1)
+    """Factor by which the mean length of responses may change within 50 steps."""
+
+    kl_jump: float | None = option(10.0, above=1)
+    """Factor over its median of the last 50 steps by which a KL may exceed it in one step, of the update or to the
+    reference."""
+
+    memory: float | None = option(1.0, above=0)
+    """Share of the free memory of this machine that the run may take until its last step, as it grew in the last 50
+    steps."""
+
+
 @dataclass
 class TrainerConfig(Config):
     """The run as a whole."""
@@ -228,7 +268,8 @@ class TrainerConfig(Config):
     """Training steps between lines of metrics; a step that validates, and the last, has one in any case."""
 
     memory_ledger: bool = False
-    """Show what memory each phase of the first step took, and log ``memory/<phase>_gb`` at every step."""
+    """Show what memory each phase of the first step took, log ``memory/<phase>_gb`` at every step, and write the memory
+    of every process to ``memory.jsonl`` in ``default_local_dir``."""
 
     unread_keys: Literal["error", "warn", "off"] = "error"
     """Treatment of options that were set and that nothing has read once the policy was updated for the first time.
@@ -242,6 +283,14 @@ class TrainerConfig(Config):
 
     nonfinite_tolerance: int = option(3, at_least=1)
     """Stop after this many training steps in a row were skipped for a gradient that is not finite."""
+
+    health: HealthConfig = section(HealthConfig)
+    """Limits of the rules that watch a run."""
+
+    halt_on: list[HealthRule] = option([])
+    """Rules of ``health`` that end the run when they are broken, instead of a warning: its numbers are logged, and the
+    newest checkpoint is named. ``no_gradient``, ``mismatch`` (over ``rollout.mismatch_threshold``), ``episode_limits``
+    and ``failed_episodes`` (of more than half of the episodes) have no limit in ``health``."""
 
     worker_timeout: float | None = option(None, above=0)
     """Seconds a call to the workers may take before the run stops. Null: no limit. No effect on one local worker."""

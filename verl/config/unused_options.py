@@ -20,6 +20,7 @@ _READ_LATER = (
     "trainer.log_freq", "trainer.save_freq", "trainer.test_freq", "trainer.nonfinite_tolerance",
     "trainer.worker_timeout", "trainer.max_*_ckpt_to_keep", "trainer.default_*_dir",
     "trainer.del_local_ckpt_after_load", "trainer.resume_from_path", "trainer.esi_redundant_time", "trainer.max_time",
+    "trainer.halt_on", "trainer.health.*",
     "*.checkpoint.*",  # at a save, a resume, the end
     "trainer.log_val_generations", "trainer.validation_data_dir", "*.rollout.val_kwargs.*", "data.val_*",
     "data.validation_shuffle",  # at a validation

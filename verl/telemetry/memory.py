@@ -6,6 +6,7 @@ system has no such file (no Linux) a number is 0 or None. torch is not imported 
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 import time
@@ -67,6 +68,131 @@ def process_state(pid: int) -> str | None:
 def shown_GiB(nbytes: float) -> str:
     """``3.1 GiB``."""
     return f"{nbytes / _GiB:.1f} GiB"
+
+
+# -- Memory of all processes of a run, at each step --------------------------------------------------------------------
+
+
+class ProcessMemory(NamedTuple):
+    """Memory of one process, bytes."""
+
+    name: str
+    pid: int
+    own: int
+    """Resident, and in no file and no shared memory: what ends with the process."""
+    shared: int
+    """Resident pages of files, libraries and shared memory, which others may hold too."""
+
+
+class RunMemory:
+    """Memory of this process and of all it has started on this machine, directly or not, a line a step.
+
+    Workers of a Ray cluster that was there before, and of other machines, are not among them.
+
+    Args:
+        path: file of JSON lines to write; None: none is kept.
+
+    Attributes:
+        own_MiB: of each process by name, in the last step noted.
+        free_MiB: of the machine, then.
+    """
+
+    def __init__(self, path: Path | None = None) -> None:
+        self.path = path
+        self.own_MiB: dict[str, float] = {}
+        self.free_MiB = 0.0
+
+    def note(self, step: int, names: Mapping[int, str]) -> dict[str, float]:
+        """Read the memory of every process; returns metrics, GiB.
+
+        Args:
+            names: of process ids; others are called by what the kernel calls them.
+        """
+        processes = processes_below(os.getpid(), names)
+        shared, free = shared_memory_bytes(process.pid for process in processes), free_memory()
+        self.own_MiB = {process.name: process.own / _MiB for process in processes}
+        self.free_MiB = free / _MiB
+        if self.path is not None:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            rows = [process._asdict() for process in processes]
+            with open(self.path, "a", encoding="utf-8") as file:
+                file.write(json.dumps({"step": step, "free": free, "shared_memory": shared, "processes": rows}) + "\n")
+        return {
+            "perf/memory_driver_gb": processes[0].own / _GiB,
+            "perf/memory_processes_gb": sum(process.own for process in processes) / _GiB,
+            "perf/memory_shared_gb": shared / _GiB,
+            "perf/memory_free_gb": free / _GiB,
+        }
+
+
+def processes_below(root: int, names: Mapping[int, str]) -> list[ProcessMemory]:
+    """Return the memory of a process and of its living descendants, itself first."""
+    children: dict[int, list[int]] = {}
+    for pid, parent in _parents().items():
+        children.setdefault(parent, []).append(pid)
+    found, left = [], [root]
+    while left:
+        pid = left.pop(0)
+        left += children.get(pid, ())
+        try:
+            resident, shared = (int(pages) * _PAGE for pages in Path(f"/proc/{pid}/statm").read_text().split()[1:3])
+            called = Path(f"/proc/{pid}/comm").read_text().strip()
+        except (OSError, ValueError):  # it ended meanwhile
+            continue
+        name = f"{names.get(pid, 'driver' if pid == root else called)} (pid {pid})"
+        found.append(ProcessMemory(name, pid, resident - shared, shared))
+    return found
+
+
+def _parents() -> dict[int, int]:
+    """Process -> its parent, of all that can be read."""
+    parents: dict[int, int] = {}
+    for name in os.listdir("/proc") if os.path.isdir("/proc") else ():
+        if name.isdigit():
+            try:
+                with open(f"/proc/{name}/stat", "rb") as file:
+                    parents[int(name)] = int(file.read().rsplit(b")", 1)[1].split()[1])
+            except (OSError, IndexError):  # it ended meanwhile
+                continue
+    return parents
+
+
+def shared_memory_bytes(pids: Iterable[int]) -> int:
+    """Return the bytes in memory of all shared memory that these processes have open, each file counted once.
+
+    Batches between processes, and Ray's object store, are such files.
+    """
+    sizes: dict[tuple[int, int], int] = {}
+    for pid in pids:
+        try:
+            for entry in os.scandir(f"/proc/{pid}/fd"):
+                if os.readlink(entry.path).startswith(("/memfd:", "/dev/shm/")):
+                    status = os.stat(entry.path)
+                    sizes[status.st_dev, status.st_ino] = status.st_blocks * 512
+        except OSError:  # it ended meanwhile, or closed the file
+            continue
+    return sum(sizes.values())
+
+
+def free_memory() -> int:
+    """Bytes that this machine, or the container it is, can still give; 0 if unknown."""
+    free: list[int] = []
+    try:
+        for line in Path("/proc/meminfo").read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                free.append(int(line.split()[1]) * 1024)
+    except OSError:
+        return 0
+    group = Path("/sys/fs/cgroup")
+    try:
+        limit = (group / "memory.max").read_text().strip()
+        if limit.isdigit():
+            held = int((group / "memory.current").read_text())
+            stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+            free.append(int(limit) - held + int(stat.get("inactive_file", 0)))  # the cache of files is given back
+    except OSError:  # no cgroup of version 2
+        pass
+    return max(0, min(free, default=0))
 
 
 # -- Memory of the phases of a step, by rank: `trainer.memory_ledger` --------------------------------------------------

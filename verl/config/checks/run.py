@@ -81,6 +81,14 @@ def custom_class_requires_name(config: PPOConfig) -> Iterator[Problem]:
             )
 
 
+@validator("error")
+def halting_rules_are_on(config: PPOConfig) -> Iterator[Problem]:
+    for rule in config.trainer.halt_on:
+        if config.trainer.health.get(rule, 0) is None:
+            text = f"names {rule}, and trainer.health.{rule}=null switches that rule off: give it a limit."
+            yield problem(config, "trainer.halt_on", text, f"trainer.health.{rule}")
+
+
 # -- Settings of data, checkpoints, validation and the controller without effect -------------------------------------
 @validator("warning")
 def profiler_options_without_profile_steps(config: PPOConfig, is_given: IsGiven) -> Iterator[Problem]:

@@ -6,7 +6,7 @@ Letters: B responses, R response width, P prompt width, Q prompts, N samples of 
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache, partial
@@ -24,7 +24,7 @@ from verl.rewards.managers.scoring import without_failed_episodes
 from verl.telemetry.metric import reduce_metrics
 from verl.trainer.ppo.episodes import Decode, Episode, episode_metrics, episodes_of, trajectory_records
 from verl.trainer.ppo.run_log import describe, dump_samples, ground_truths
-from verl.trainer.ppo.trajectories import first_rows, trajectory_sums
+from verl.trainer.ppo.trajectories import first_rows, trajectory_numbers, trajectory_sums
 
 __all__ = [
     "bootstrap_metric",
@@ -103,8 +103,10 @@ def signal_metrics(batch: DataProto) -> dict[str, float]:
         ``batch/zero_advantage_ratio``: share of the responses with an advantage of 0 on every token;
         ``batch/token_ratio``: share of the response tokens that are in the loss; ``batch/truncated_ratio``: share of
         the responses truncated at a length limit. Where rows have a ``uid``, also ``batch/zero_std_ratio``, of the
-        groups of two or more those whose scores are all equal, and ``batch/solve_{all,none}``, the number of groups
-        with all scores at 1 or more, and with all at 0 or less.
+        groups of two or more those whose scores are all equal, ``critic/groups_without_signal``, those of them whose
+        advantages are all 0, ``batch/identical_responses``, the share of their responses that equal another of the
+        group, and ``batch/solve_{all,none}``, the number of groups with all scores at 1 or more, and with all at 0 or
+        less.
     """
     response = batch.ragged("responses").layout
     if not len(response):
@@ -125,9 +127,30 @@ def signal_metrics(batch: DataProto) -> dict[str, float]:
         np.maximum.at(high, group.reshape(-1), scores)
         metrics["batch/solve_all"] = float((low >= 1).sum())
         metrics["batch/solve_none"] = float((high <= 0).sum())
-        if (sizes > 1).any():
-            metrics["batch/zero_std_ratio"] = float((low == high)[sizes > 1].mean())
+        if (several := sizes > 1).any():
+            metrics["batch/zero_std_ratio"] = float((low == high)[several].mean())
+            taught = np.bincount(group.reshape(-1), weights=teaches.cpu().numpy())
+            metrics["critic/groups_without_signal"] = float((taught == 0)[several].mean())
+            metrics["batch/identical_responses"] = identical_share(batch, group.reshape(-1))
     return metrics
+
+
+def identical_share(batch: DataProto, group: np.ndarray) -> float:
+    """Return the share of the responses that equal another of their group, token by token; of groups of two or more.
+
+    Args:
+        group: (B,) number of each row's group. The rows of one trajectory count as one response.
+    """
+    numbers = trajectory_numbers(batch)
+    numbers = np.arange(len(batch)) if numbers is None else numbers
+    texts: dict[int, bytes] = defaultdict(bytes)
+    groups: dict[int, int] = {}
+    for number, own, tokens in zip(numbers, group, batch.ragged("responses").rows(), strict=True):
+        texts[number] += tokens.cpu().numpy().tobytes() + b"|"
+        groups[number] = own
+    count, size = Counter((groups[number], text) for number, text in texts.items()), Counter(groups.values())
+    compared = sum(n for n in size.values() if n > 1)
+    return sum(n for n in count.values() if n > 1) / max(1, compared)
 
 
 def compute_timing_metrics(batch: DataProto, timing_raw: Mapping[str, float]) -> dict[str, float]:

@@ -6,6 +6,7 @@ another estimator needs only a registered function. The same loop runs on Ray an
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -27,7 +28,7 @@ from verl.rewards.managers.scoring import compute_reward, error_counts, without_
 from verl.rewards.reward_model import by_style, check_texts, is_judged, judge_metrics
 from verl.single_controller import get_controller
 from verl.single_controller.background import BackgroundCall
-from verl.telemetry.memory import MemoryReport
+from verl.telemetry.memory import MemoryReport, RunMemory
 from verl.telemetry.metric import reduce_metrics
 from verl.telemetry.profiler import marked_timer
 from verl.trainer.buffer.rollout_buffer import RolloutBuffer, check_agent_names, engine_metrics, shown_tools, uids
@@ -48,6 +49,7 @@ from verl.trainer.ppo.experience import (
     response_column,
     row_cost,
 )
+from verl.trainer.ppo.health import HealthMonitor
 from verl.trainer.ppo.metric_utils import (
     compute_data_metrics,
     compute_throughout_metrics,
@@ -73,7 +75,7 @@ from verl.trainer.ppo.rollout_correction import (
     reject_tokens,
     weigh_tokens,
 )
-from verl.trainer.ppo.run_log import LearningSignalMonitor, NonFiniteGuard, RunLog, texts
+from verl.trainer.ppo.run_log import NonFiniteGuard, RunLog, texts
 from verl.trainer.ppo.trajectories import JoinedTrajectories, trajectory_sums
 from verl.trainer.restarts import note_step
 from verl.utils.config import adopt_config, typed_config
@@ -181,10 +183,12 @@ class RayPPOTrainer(RecipeNames):
         self.buffer = RolloutBuffer(config, self.train_dataloader, self.say)
         self.checkpoints = RunCheckpoints(config, self.say, self.timed)
         self.nonfinite_guard = NonFiniteGuard(config.trainer.nonfinite_tolerance)
-        self.learning_monitor = LearningSignalMonitor(config)
+        self.health = HealthMonitor(config, self.total_training_steps)
         self.token_entropy: float | None = None
         self.has_warned_unused_reward = False
         self.memory_report = MemoryReport(self.say)
+        ledger = Path(config.trainer.default_local_dir).expanduser() / "memory.jsonl"
+        self.run_memory = RunMemory(ledger if config.trainer.memory_ledger else None)
         self.global_steps = 0
         self.has_warned_single_turns = False
         self.validations: list[tuple[int, dict[str, float]]] = []
@@ -584,11 +588,11 @@ class RayPPOTrainer(RecipeNames):
         self.metrics.update(compute_data_metrics(batch=batch, use_critic=self.use_critic))
         self.metrics.update(compute_timing_metrics(batch=batch, timing_raw=self.timing))
         self.metrics.update(compute_throughout_metrics(batch=batch, timing_raw=self.timing, n_gpus=n_gpus))
-        for sentence in self.learning_monitor.note(self.metrics, self.token_entropy):
-            self.say(f"step {step}: {sentence}")
+        self.note_health(step)
         if last or ends or is_test or step % trainer.log_freq == 0:
             self.run_log.log(step, self.metrics)
         self.run_log.progress.update(step, self.metrics)
+        self.health.check(step, self.last_checkpoint)
         if self.updates_actor and not self.has_checked_keys:  # every role has run: trainer.unread_keys
             self.has_checked_keys = True
             groups = self.worker_groups.values()
@@ -596,10 +600,21 @@ class RayPPOTrainer(RecipeNames):
                 read = {key for group in groups for keys in group.options_read() for key in keys}
                 check_unused_options(self.options, read, self.say)
 
+    def note_health(self, step: int) -> None:
+        """Record the memory of the run's processes, and say which rules of ``trainer.health`` the step broke."""
+        roles = {pid: f"{role} {rank}" for role, group in self.worker_groups.items()
+                 for rank, pid in enumerate(getattr(group, "pids", ()))}  # fmt: skip
+        roles.pop(os.getpid(), None)  # of one local worker
+        self.metrics.update(self.run_memory.note(step, roles))
+        found = self.health.note(self.metrics, self.token_entropy, self.run_memory.own_MiB, self.run_memory.free_MiB)
+        self.metrics.update(self.health.metrics)
+        for sentence in found:
+            self.say(f"step {step}: {sentence}")
+
     def stop(self) -> None:
         """Finish saving, and close the loggers."""
         self.finish_saving()
-        if message := self.learning_monitor.summary():
+        if message := self.health.summary():
             self.say(message)
         self.run_log.close()
 
@@ -648,6 +663,7 @@ class RayPPOTrainer(RecipeNames):
         state = {
             "kl_ctrl_in_reward": self.kl_ctrl_in_reward.state_dict(),
             "running_scores": self.shaping.state_dict(),
+            "health": self.health.state_dict(),
             "validations": self.validations[:1] + self.validations[1:][-1:],  # which the closing summary compares
             "saved_steps": self.checkpoints.steps,
         }
@@ -676,6 +692,7 @@ class RayPPOTrainer(RecipeNames):
         if "kl_ctrl_in_reward" in state:
             self.kl_ctrl_in_reward.load_state_dict(state["kl_ctrl_in_reward"])
         self.shaping.load_state_dict(state.get("running_scores", {}))
+        self.health.load_state_dict(state.get("health", {}))
         self.validations = [(step, metrics) for step, metrics in state.get("validations", [])]
         self.checkpoints.loaded(folder, state.get("saved_steps", []), groups)
         done = f"{self.global_steps} of {self.total_training_steps} steps are done"

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -282,145 +281,7 @@ class RunLog:
             self._record.close()
 
 
-# -- Monitors of a step's metrics: steps without a learning signal, and gradients that are not finite ----------------
-
-
-WINDOW, MIN_COUNT = 10, 5
-
-
-"""A cause is reported once it held in ``MIN_COUNT`` of the last ``WINDOW`` steps."""
-
-
-LOW_ENTROPY = 0.01
-"""Nats a token below which samples of one prompt are all but the same."""
-
-
-_TURNS = "actor_rollout_ref.rollout.multi_turn"
-
-
-_ROLLOUT, _FILTER = "actor_rollout_ref.rollout", "algorithm.filter_groups.enable"
-
-
-class LearningSignalMonitor:
-    """Report, once a cause, why steps teach nothing, and what to change.
-
-    Args:
-        config: the whole tree.
-    """
-
-    def __init__(self, config: PPOConfig) -> None:
-        self.config = config
-        self.steps = 0
-        self.without_signal = 0
-        self._recent: dict[str, deque[bool]] = {}
-        self._reported: set[str] = set()
-
-    def note(self, metrics: Mapping[str, float], token_entropy: float | None = None) -> list[str]:
-        """Count a step; return the messages about it.
-
-        Args:
-            metrics: of the step.
-            token_entropy: nats a token, of the policy that sampled; None: not known.
-        """
-        self.steps += 1
-        causes = dict(self._causes(metrics, token_entropy))
-        self.without_signal += metrics.get("batch/zero_advantage_ratio", 0) == 1
-        sentences = []
-        for cause in dict.fromkeys((*self._recent, *causes)):
-            recent = self._recent.setdefault(cause, deque(maxlen=WINDOW))
-            recent.append(cause in causes)
-            if sum(recent) >= MIN_COUNT and cause in causes and cause not in self._reported:
-                self._reported.add(cause)
-                sentences.append(f"in {sum(recent)} of the last {len(recent)} steps {causes[cause]}")
-        return sentences
-
-    def summary(self) -> str | None:
-        """Return a message if a quarter of the steps or more had advantages of zero only."""
-        if self.without_signal < MIN_COUNT or 4 * self.without_signal < self.steps:
-            return None
-        return f"{self.without_signal} of {self.steps} steps had advantages of 0 only and taught nothing"
-
-    def _causes(self, metrics: Mapping[str, float], token_entropy: float | None) -> Iterator[tuple[str, str]]:
-        """Yield name and description of every cause for which this step taught nothing, or the next will."""
-        rollout, is_idle = self.config.actor_rollout_ref.rollout, metrics.get("batch/zero_advantage_ratio", 0) == 1
-        if metrics.get("batch/token_ratio", 1) == 0:
-            yield (
-                "no token in the loss",
-                "no response had a token in the loss, so the gradient was 0: see the metrics sample_mask/*_fraction "
-                "and reward/errors, and the response_mask that agent loops return",
-            )
-        elif is_idle and metrics.get("batch/zero_std_ratio") == 1:
-            yield "equal rewards", self._equal_rewards(metrics)
-        elif is_idle:
-            yield (
-                "no advantage",
-                "every advantage was 0 and so was the gradient of the policy loss: see critic/rewards/{min,max} and "
-                "the options of algorithm.reward_shaping and algorithm.advantage",
-            )
-        elif metrics.get("actor/grad_norm") == 0:
-            yield (
-                "no gradient",
-                "actor/grad_norm was 0 though advantages were not: see actor/pg_clipfrac, and whether anything of the "
-                "model is trained",
-            )
-        yield from self._endings(metrics)
-        has_episodes = "agent/status/completed" in metrics
-        if metrics.get("batch/truncated_ratio") == 1 and not rollout.ignore_eos and not has_episodes:
-            yield (
-                "all truncated",
-                f"every response was cut at the length limit, so none is complete: raise "
-                f"data.max_response_length (now {rollout.response_length}), look whether the model ends its answers "
-                f"(chat template, {_ROLLOUT}.stop), or set {_ROLLOUT}.ignore_eos=true if they need no end",
-            )
-        if token_entropy is not None and token_entropy < LOW_ENTROPY:
-            yield (
-                "no entropy",
-                f"the policy's entropy was below {LOW_ENTROPY} nats a token (now {token_entropy:.2g}): samples of one "
-                f"prompt are all but the same. Lower actor_rollout_ref.actor.optim.lr, raise "
-                f"actor_rollout_ref.actor.clip_ratio_high, entropy_coeff or {_ROLLOUT}.temperature, or stop here if "
-                "the reward is what it should be",
-            )
-
-    def _endings(self, metrics: Mapping[str, float]) -> Iterator[tuple[str, str]]:
-        """Yield the limit, or the failure, that ended more than half of the episodes."""
-        turns, env = self.config.actor_rollout_ref.rollout.multi_turn, self.config.env
-        length = self.config.actor_rollout_ref.rollout.response_length
-        keys = {
-            "max_assistant_turns": (f"{_TURNS}.max_assistant_turns", turns.max_assistant_turns, "max_steps"),
-            "max_user_turns": (f"{_TURNS}.max_user_turns", turns.max_user_turns, ""),
-            "max_tool_calls": (f"{_TURNS}.max_tool_calls", turns.max_tool_calls, ""),
-            "max_tokens_per_turn": (f"{_TURNS}.max_tokens_per_turn", turns.max_tokens_per_turn, "max_tokens_per_step"),
-            "max_tokens": ("data.max_response_length, which all turns share,", length, ""),
-            "episode_timeout": ("env.episode_timeout", env.episode_timeout, ""),
-            "truncated": ("a limit of the environment, set in env.registry.<tag>.kwargs", None, ""),
-        }
-        for status, (key, value, of_tag) in keys.items():
-            if (share := metrics.get(f"agent/status/{status}", 0)) > 0.5:
-                limit = key + (f" (now {value:g})" if value is not None else "")
-                limit += f" or env.registry.<tag>.{of_tag}" if of_tag else ""
-                yield (
-                    f"ended by {status}",
-                    f"most episodes ({share:.0%}) were ended by {limit}. Raise it if they need more; `verl "
-                    f"trajectories FOLDER --status {status}` shows them",
-                )
-        if (share := metrics.get("agent/status/error", 0)) > 0.5:
-            yield (
-                "failed episodes",
-                f"most episodes ({share:.0%}) failed and taught nothing: see the causes in the run's log, "
-                f"env.on_error (now {env.on_error}) and env.max_error_share (now {env.max_error_share:g})",
-            )
-
-    def _equal_rewards(self, metrics: Mapping[str, float]) -> str:
-        score = metrics.get("critic/score/mean", 0.0)
-        seen = f"all responses to each prompt had the same reward (mean {score:.3g}), so every advantage was 0"
-        if metrics.get("batch/solve_all", 0) > metrics.get("batch/solve_none", 0):
-            why = "The task is solved: stop, or take harder prompts"
-        else:
-            why = (
-                "Look at samples (trainer.rollout_data_dir) and at what the reward function makes of them, take easier "
-                f"prompts or a denser reward, or raise {_ROLLOUT}.n (now {self.config.actor_rollout_ref.rollout.n})"
-            )
-        return f"{seen}. {why}; {_FILTER}=true samples more prompts until groups differ"
+# -- Gradients that are not finite ----------------------------------------------------------------------------------
 
 
 class NonFiniteGuard:
