@@ -106,11 +106,14 @@ def test_a_worker_that_hangs_while_it_generates_ends_the_run_at_its_deadline(sta
 def test_agents_outside_talk_to_the_newest_weights_while_the_run_goes_on(start_run):
     run = start_run()
     served = run.servers()
-    assert served["api_key"] is None and oct(run.file.stat().st_mode)[-3:] == "600" and len(served["base_urls"]) == 2
+    key = {"Authorization": f"Bearer {served['api_key']}"}
+    assert len(served["api_key"]) > 30 and oct(run.file.stat().st_mode)[-3:] == "600" and len(served["base_urls"]) == 2
     seen = []
     for turn in range(6):
         body = {"model": served["model"], "messages": [{"role": "user", "content": f"Hello {turn}"}], "max_tokens": 30}
-        answer = httpx.post(served["base_urls"][turn % 2] + "/chat/completions", json=body, timeout=60)
+        url = served["base_urls"][turn % 2] + "/chat/completions"
+        assert httpx.post(url, json=body).status_code == 401
+        answer = httpx.post(url, json=body, headers=key, timeout=60)
         assert answer.status_code == 200, answer.text
         (choice,) = answer.json()["choices"]
         assert choice["finish_reason"] in ("stop", "length")

@@ -8,7 +8,6 @@ A session has a URL of its own that cannot be guessed, ``{address}/session/{id}`
 """
 
 import asyncio
-import hmac
 import secrets
 import socket
 from collections import OrderedDict
@@ -21,6 +20,7 @@ from aiohttp import web
 
 from verl.agents.base import at_close
 from verl.agents.session import Answer, Session, SessionError
+from verl.workers.rollout.server.limits import MOST_TEXT_BYTES, Guard, RequestRefused, json_body
 from verl.workers.rollout.server.messages import is_loopback
 from verl.workers.rollout.server.openai_format import (
     END_OF_STREAM,
@@ -37,7 +37,6 @@ from verl.workers.rollout.server.openai_format import (
 from verl.workers.rollout.server.server import own_address
 
 MODEL = "policy"
-_MOST_BYTES = 1 << 28
 _REMEMBERED = 100_000
 """Ended sessions kept to tell them from sessions that never were."""
 
@@ -54,6 +53,7 @@ class Gateway:
     def __init__(self, host: str = "127.0.0.1"):
         self.host, self.port = host, 0
         self.api_key = None if is_loopback(host) else secrets.token_urlsafe(24)
+        self._strangers = Guard(host, self.api_key, "KEY")
         self._sessions: dict[str, Session] = {}
         self._ended: OrderedDict[str, None] = OrderedDict()
         self._runner: web.AppRunner | None = None
@@ -80,7 +80,7 @@ class Gateway:
         async with self._start:
             if self._runner is not None:
                 return
-            application = web.Application(client_max_size=_MOST_BYTES, middlewares=[self._guard])
+            application = web.Application(client_max_size=MOST_TEXT_BYTES, middlewares=[self._guard])
             application.add_routes(
                 [
                     web.post("/session/{id}/v1/chat/completions", self._chat),
@@ -123,13 +123,13 @@ class Gateway:
 
     @web.middleware
     async def _guard(self, request: web.Request, handler: Any) -> web.StreamResponse:
-        """Refuse requests without the key; answer errors in OpenAI's form."""
-        given, expected = request.headers.get("Authorization", ""), f"Bearer {self.api_key}"
-        # in constant time: how long a comparison takes must not tell how much of a key is right
-        if self.api_key is not None and not hmac.compare_digest(given.encode(), expected.encode()):
-            return _refusal(401, "The header 'Authorization: Bearer KEY' is missing or wrong.", "invalid_api_key")
+        """Refuse requests of strangers; answer errors in OpenAI's form."""
         try:
+            self._strangers.check(request)
             return await handler(request)
+        except RequestRefused as error:
+            code = "invalid_api_key" if error.status == 401 else None
+            return _refusal(error.status, str(error), code)
         except SessionError as error:
             return _refusal(error.status, str(error), error.code)
         except UnknownModel as error:
@@ -147,7 +147,7 @@ class Gateway:
 
     async def _chat(self, request: web.Request) -> web.StreamResponse:
         session = self._session(request)
-        parsed = parse_request(await request.json(), is_chat=True, model=MODEL)
+        parsed = parse_request(await json_body(request), is_chat=True, model=MODEL)
         if parsed.template_options:
             raise ValueError(
                 "chat_template_kwargs is not supported in a session: all turns are rendered alike. Set "
@@ -177,7 +177,7 @@ class Gateway:
 
     async def _reward(self, request: web.Request) -> web.Response:
         session = self._session(request)
-        session.take_reward(await request.json())
+        session.take_reward(await json_body(request))
         return web.json_response({"reward": session.reward, "turn_rewards": session.turn_rewards})
 
     async def _unknown(self, request: web.Request) -> web.Response:

@@ -41,7 +41,7 @@ from verl.utils.py_functional import derive_seed
 from verl.utils.tokenizer import hf_tokenizer
 from verl.workers.rollout.base import Completion, Request, SamplingParams
 from verl.workers.rollout.server.client import RolloutClient, RolloutServerError
-from verl.workers.rollout.server.messages import is_loopback, sampling_from_json
+from verl.workers.rollout.server.messages import sampling_from_json
 
 # -- The rollout servers as one row's agent loop sees them -----------------------------------------------------------
 _OTHER_NAMES = {"logprobs": "want_log_probs", "max_new_tokens": "max_tokens"}
@@ -163,8 +163,7 @@ class AgentLoopManager:
             load_agent_loops(rollout.agent.agent_loop_config_path)
         agent_loop(rollout.agent.default_agent_loop)  # a wrong name fails before anything is generated
         check_chat_template(self.tokenizer, processor, config)
-        # a secret where others can reach the servers
-        token = None if is_loopback(rollout.server_host) else secrets.token_urlsafe(24)
+        token = secrets.token_urlsafe(24)  # other users of this machine reach its loopback
         started = worker_group.start_server(token)
         self.addresses = [answer["address"] for answer in started if answer is not None]
         self.servers_file = self._publish_addresses(token)
@@ -177,7 +176,7 @@ class AgentLoopManager:
         self._thread = threading.Thread(target=self._loop.run_forever, name="verl-agent-loops", daemon=True)
         self._thread.start()
 
-    def _publish_addresses(self, token: str | None) -> Path:
+    def _publish_addresses(self, token: str) -> Path:
         """Write the servers' addresses and key for agents in other processes; only this user can read the file."""
         path = Path(self.config.trainer.default_local_dir).expanduser().absolute() / SERVERS_FILE
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -209,7 +209,7 @@ class RolloutConfig(Config):
 
     server_host: str = option("127.0.0.1", _SERVED)
     """Address the servers of ``mode=async`` listen on; with several nodes ``0.0.0.0``, all addresses, unless given.
-    Others than loopback let other machines in, which then need the key in
+    Others than loopback let other machines in. All need the key of the run, in
     ``trainer.default_local_dir``/rollout_servers.json."""
 
     nnodes: int = option(1, at_least=0)

@@ -41,7 +41,7 @@ def server_host_reachable_from_other_nodes(config: PPOConfig) -> Iterator[Proble
     if rollout.mode == "async" and nodes > 1 and is_local:
         text = (
             f"with {place}.nnodes={nodes}: the driver could not reach the rollout servers of other nodes. Use 0.0.0.0; "
-            "the servers then ask for a key that the driver makes up."
+            "the servers ask for a key that the driver makes up."
         )
         yield problem(config, f"{ROLLOUT}.server_host", text, f"{place}.nnodes")
 

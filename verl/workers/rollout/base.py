@@ -47,6 +47,13 @@ class RequestsRunningError(RuntimeError):
     """Weights or memory were to change while requests are running."""
 
 
+_TEMPERATURES = " must be 0, for the likeliest token, or a number from 1e-05 on: logits divided by less overflow."
+
+
+def _is_temperature(value: float) -> bool:
+    return value == 0 or 1e-5 <= value < math.inf
+
+
 @dataclass(frozen=True)
 class SamplingParams:
     """Sampling parameters of one response.
@@ -91,11 +98,20 @@ class SamplingParams:
         for name, is_valid, rule in (
             ("max_tokens", self.max_tokens >= 1, ": a response has at least one token. Set it to 1 or more."),
             ("temperature", self.temperature >= 0, " must not be negative. Use 0 for the likeliest token."),
+            ("temperature", _is_temperature(self.temperature), _TEMPERATURES),
             ("top_p", 0 < self.top_p <= 1, " must lie in (0, 1]. Use 1 to keep every token."),
             ("top_k", self.top_k >= -1, " must be positive. Use -1 to keep every token."),
+            ("top_k", self.top_k < 1 << 31, " is more than any vocabulary. Use -1 to keep every token."),
+            ("first_token_top_k", -1 <= self.first_token_top_k < 1 << 31, " must be positive. Use -1 for top_k."),
             ("min_p", 0 <= self.min_p <= 1, " must lie in [0, 1]. Use 0 to keep every token."),
-            ("repetition_penalty", 0 < self.repetition_penalty < math.inf, " must be positive. Use 1 for none."),
+            ("repetition_penalty", self.repetition_penalty > 0, " must be positive. Use 1 for none."),
+            (
+                "repetition_penalty",
+                1e-3 <= self.repetition_penalty <= 1e3,
+                " must lie in [0.001, 1000]: logits overflow.",
+            ),
             ("first_token_temperature", hot is None or hot > 0, " must be positive. Use None for temperature."),
+            ("first_token_temperature", hot is None or _is_temperature(hot), _TEMPERATURES),
             ("stop", all(self.stop), ": an empty text would end every response. Leave it out."),
         ):
             if not is_valid:
@@ -169,6 +185,9 @@ class RolloutEngine(ABC):
     tensor_parallel_size: int = 1
     """Neighbouring ranks that share one copy of the engine, stages of its pipeline included: they make every call
     together, with equal arguments."""
+
+    vocab_size: int | None = None
+    """Token ids are below it; None: unknown."""
 
     never_generated: tuple[int, ...] = ()
     """Tokens no response may hold, whatever its sampling says: a model's placeholders of images."""
@@ -384,6 +403,7 @@ class ModelRollout(RolloutEngine):
         )
         self.tokenizer_path = tokenizer_path or self.spec.folder
         self.model_config = load_config(self.spec)
+        self.vocab_size = getattr(self.model_config.get_text_config(decoder=True), "vocab_size", None)
         self.max_model_len = longest_sequence(config, self.model_config)
         self.stop_token_ids = stop_tokens(self.spec.folder, self.model_config)
         # an adapter's base weights come by a sync

@@ -20,6 +20,7 @@ from verl.workers.rollout.server.server import RolloutServer
 from verl.workers.rollout.weights.sync import sync_weights
 
 ENGINES = ["hf", pytest.param("vllm", marks=pytest.mark.vllm)]
+JSON = {"Content-Type": "application/json"}
 LONG = SamplingParams(100, ignore_eos=True, want_log_probs=True, temperature=0.7)
 
 
@@ -226,12 +227,12 @@ def test_a_request_that_cannot_be_generated_is_refused_and_the_others_go_on(engi
         ('{"prompt_ids": [1], "sampling": {"max_tokens": 1, "beams": 3}}', "sampling has an unknown field 'beams'"),
         ('{"prompt_ids": [1], "sampling": {"max_tokens": 1}, "temperature": 1}', "unknown field 'temperature'"),
         ('{"prompt_ids": [1], "sampling": {"max_tokens": 0}}', "max_tokens=0: a response has at least one token"),
-        ('{"prompt_ids": [1], "sampling": {"max_tokens": "x"}}', "a field has a value of the wrong kind"),
+        ('{"prompt_ids": [1], "sampling": {"max_tokens": "x"}}', "max_tokens='x' must be an integer"),
         ('{"prompt_ids": [1], "sampling": {"max_tokens": 1}, "seed": "x"}', "seed='x' must be an integer"),
     ],
 )
 def test_a_wrong_body_is_named_field_by_field(body, message, engines, serve):
-    answer = httpx.post(serve(engines("hf")).address + "/generate", content=body)
+    answer = httpx.post(serve(engines("hf")).address + "/generate", content=body, headers=JSON)
     assert answer.status_code == 400 and message in answer.json()["error"]["message"]
 
 

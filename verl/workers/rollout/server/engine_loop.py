@@ -23,6 +23,10 @@ from verl.workers.rollout.memory import out_of_memory_error
 _HEARTBEAT_S = 5.0  # longest time without a message to the following ranks, whose wait has a deadline
 
 
+_OF_A_REQUEST = (ValueError, TypeError, NotImplementedError, LookupError, ArithmeticError, AttributeError)
+"""Errors that an engine raises on a request it cannot read, before it is taken in."""
+
+
 class EngineDied(RuntimeError):
     """The engine raised while it generated; its running requests are lost. The cause is the engine's own error."""
 
@@ -232,7 +236,7 @@ class EngineLoop:
             assert commands.version is not None
             try:
                 request_id = self.engine.submit(request, commands.version)
-            except (ValueError, TypeError, NotImplementedError) as error:
+            except _OF_A_REQUEST as error:
                 # this request cannot be served; the others continue
                 events.append(Event(number, None, error))
             else:

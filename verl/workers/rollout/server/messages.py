@@ -9,14 +9,32 @@ import base64
 import dataclasses
 import io
 import ipaddress
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
+from numbers import Integral, Real
 from typing import Any
 
+from verl.utils.py_functional import excerpt
 from verl.workers.rollout.base import Completion, Request, SamplingParams
 
 _SAMPLING = [field.name for field in dataclasses.fields(SamplingParams)]
-_TUPLES = ("stop_token_ids", "stop", "banned_token_ids")
+_RULES = {
+    "texts": "a list of texts",
+    "ids": "a list of token ids",
+    "number": "a number",
+    "integer": "an integer",
+    "flag": "true or false",
+    "object": "an object",
+}
+_KIND_OF = {
+    **dict.fromkeys(("max_tokens", "top_k", "first_token_top_k"), "integer"),
+    **dict.fromkeys(("temperature", "top_p", "min_p", "repetition_penalty", "first_token_temperature"), "number"),
+    **dict.fromkeys(("ignore_eos", "do_sample", "want_log_probs"), "flag"),
+    **{"stop_token_ids": "ids", "banned_token_ids": "ids", "stop": "texts", "extra": "object"},
+}
+_LONGEST_ID = 256
+_MOST_PIXELS = 1 << 26
+_LARGEST = 1e300
 REQUEST_FIELDS = ("prompt_ids", "sampling", "seed", "media", "request_id", "priority")
 
 
@@ -45,19 +63,13 @@ def request_from_json(body: Any) -> tuple[Request, str | None, int]:
     prompt = token_ids(body.get("prompt_ids"), "prompt_ids")
     seed, priority = body.get("seed", 0), body.get("priority", 0)
     for name, value in (("seed", seed), ("priority", priority)):
-        if not isinstance(value, int):
+        if type(value) is not int:
             raise ValueError(f"{name}={value!r} must be an integer.")
-    media = body.get("media")
-    if media:
-        from PIL import Image
-
-        refuse_unknown(media, ("image",), "media")
-        media = {"image": [Image.open(io.BytesIO(base64.b64decode(text))) for text in media.get("image", ())]}
-    request = Request(tuple(prompt), sampling_from_json(body.get("sampling", {})), seed, media or None)
     request_id = body.get("request_id")
-    if request_id is not None and not isinstance(request_id, str):
-        raise ValueError(f"request_id={request_id!r} must be a string.")
-    return request, request_id, priority
+    if request_id is not None and (not isinstance(request_id, str) or len(request_id) > _LONGEST_ID):
+        raise ValueError(f"request_id={excerpt(request_id, 60)} must be a string of at most {_LONGEST_ID} characters.")
+    sampling, media = sampling_from_json(body.get("sampling", {})), body.get("media")
+    return Request(tuple(prompt), sampling, seed, media_from_json(media) if media else None), request_id, priority
 
 
 def sampling_from_json(fields: Any) -> SamplingParams:
@@ -67,11 +79,33 @@ def sampling_from_json(fields: Any) -> SamplingParams:
     refuse_unknown(fields, _SAMPLING, "sampling")
     if "max_tokens" not in fields:
         raise ValueError("sampling.max_tokens is missing: say how many tokens a response may have at most.")
-    fields = {name: tuple(value) if name in _TUPLES else value for name, value in fields.items()}
-    try:
-        return SamplingParams(**fields)
-    except TypeError as error:
-        raise ValueError(f"sampling: a field has a value of the wrong kind ({error}).") from None
+    return SamplingParams(**{name: _sampling_value(name, value) for name, value in fields.items()})
+
+
+def _sampling_value(name: str, value: Any) -> Any:
+    """``value`` of the field ``name`` of `SamplingParams`, in its kind. Raises ValueError if it is of another."""
+    kind = _KIND_OF[name]
+    if kind in ("texts", "ids"):
+        value = (value,) if isinstance(value, str) else value
+        is_valid = isinstance(value, Iterable) and not isinstance(value, bytes | Mapping)
+        value = tuple(value) if is_valid else value
+        is_valid &= is_valid and all(isinstance(v, str) if kind == "texts" else _is_number(v) and v >= 0 for v in value)
+    elif kind == "number":
+        is_optional = name == "first_token_temperature"
+        is_valid = _is_number(value, Real) or (value is None and is_optional)
+        # JSON has integers that no float holds
+        is_valid = is_valid and (value is None or not abs(value) > _LARGEST)
+    elif kind == "integer":
+        is_valid = _is_number(value)
+    else:
+        is_valid = isinstance(value, Mapping) if kind == "object" else value in (0, 1)
+    if not is_valid:
+        raise ValueError(f"{name}={excerpt(value, 60)} must be {_RULES[kind]}.")
+    return value
+
+
+def _is_number(value: Any, kind: type = Integral) -> bool:
+    return isinstance(value, kind) and not isinstance(value, bool)
 
 
 def completion_to_json(completion: Completion, version: int | None) -> dict[str, Any]:
@@ -118,6 +152,30 @@ def media_to_json(media: Mapping[str, Sequence[Any]]) -> dict[str, list[str]]:
         image.save(buffer, format="PNG")
         found.append(base64.b64encode(buffer.getvalue()).decode())
     return {"image": found}
+
+
+def media_from_json(media: Any) -> dict[str, list[Any]]:
+    """The inverse of `media_to_json`, with the images decoded.
+
+    Raises:
+        ValueError: it is of another form, or an image cannot be decoded.
+    """
+    from PIL import Image
+
+    if not isinstance(media, Mapping) or not isinstance(media.get("image", []), list):
+        raise ValueError('media must be an object such as {"image": ["...", "..."]}, each image in base64.')
+    refuse_unknown(media, ("image",), "media")
+    images = []
+    for place, text in enumerate(media.get("image", [])):
+        try:
+            image = Image.open(io.BytesIO(base64.b64decode(text, validate=True)))
+            if image.width * image.height > _MOST_PIXELS:
+                raise ValueError(f"{image.width} x {image.height} pixels; {_MOST_PIXELS} are the most taken here")
+            image.load()  # now: a broken image must fail here and not in the engine
+        except (OSError, ValueError, TypeError, SyntaxError, EOFError, Image.DecompressionBombError) as error:
+            raise ValueError(f"media.image[{place}] cannot be read: {error}.") from None
+        images.append(image)
+    return {"image": images}
 
 
 def is_loopback(host: str) -> bool:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
 from dataclasses import replace
 from functools import partial
@@ -18,16 +19,16 @@ from aiohttp import web
 
 from verl.utils.py_functional import derive_seed
 from verl.workers.rollout.base import Completion, Request, SamplingParams
-from verl.workers.rollout.server.engine_loop import EngineDied
-from verl.workers.rollout.server.messages import token_ids
+from verl.workers.rollout.server.limits import json_body
+from verl.workers.rollout.server.messages import sampling_from_json, token_ids
 from verl.workers.rollout.server.openai_format import (
     END_OF_STREAM,
     STREAM_HEADERS,
     ParsedRequest,
-    UnknownModel,
     answer_json,
     assistant_message,
     chat_logprobs,
+    check_responses,
     event,
     named_calls,
     new_id,
@@ -85,7 +86,7 @@ def _chat_prompt(parsed: ParsedRequest, tokenizer: Any) -> list[int]:
 def _sampling(parsed: ParsedRequest, is_chat: bool, tokenizer: Any) -> SamplingParams:
     given = {"max_tokens": _WHOLE_CONTEXT if is_chat else 16, **parsed.sampling}
     given["stop_token_ids"] = tuple(dict.fromkeys([tokenizer.eos_token_id, *given.get("stop_token_ids", ())]))
-    return SamplingParams(want_log_probs=True, **given)
+    return sampling_from_json({"want_log_probs": True, **given})
 
 
 # -- Text of a response as its tokens come, cut at stop texts. Knows a decoding function, no tokenizer -----------------
@@ -140,6 +141,7 @@ class OpenAIRoutes:
     def __init__(self, server: Any):
         self.server, self.tokenizer = server, server.tokenizer
         self._num_unseeded = 0
+        self._rendering = ThreadPoolExecutor(1, "verl-prompts")
 
     def routes(self) -> list[web.RouteDef]:
         return [
@@ -148,23 +150,26 @@ class OpenAIRoutes:
             web.post("/v1/chat/completions", partial(self._answer, is_chat=True)),
         ]
 
+    async def close(self, application: web.Application) -> None:
+        """End the thread that reads prompts."""
+        self._rendering.shutdown(wait=False)
+
     async def models(self, request: web.Request) -> web.Response:
         model = {"id": self.server.name, "object": "model", "created": 0, "owned_by": "verl"}
         return web.json_response({"object": "list", "data": [model]})
 
     async def _answer(self, request: web.Request, is_chat: bool) -> web.StreamResponse:
-        try:
-            parsed = parse_request(await request.json(), is_chat, self.server.name)
-            if parsed.tools and self.server.parse_tool_calls is None:
-                raise ValueError("tools are not supported here: this server has no parser of tool calls.")
-            answer = _OpenAIResponse(self, parsed, is_chat)
-            return await (answer.stream(request) if parsed.stream else answer.whole())
-        except UnknownModel as error:
-            return self.server.error_response(404, str(error))
-        except (ValueError, TypeError, NotImplementedError) as error:  # malformed JSON too
-            return self.server.error_response(400, str(error))
-        except EngineDied as error:
-            return self.server.error_response(500, str(error))
+        allows_template = self.server.allows_client_templates
+        parsed = parse_request(await json_body(request), is_chat, self.server.name, allows_template)
+        if parsed.tools and self.server.parse_tool_calls is None:
+            raise ValueError("tools are not supported here: this server has no parser of tool calls.")
+        # in a thread, and one at a time: a long text must not keep the other requests waiting
+        prompts = await asyncio.get_running_loop().run_in_executor(
+            self._rendering, prompts_of, parsed, is_chat, self.tokenizer
+        )
+        check_responses(len(prompts), parsed.n)
+        answer = _OpenAIResponse(self, parsed, is_chat, prompts)
+        return await (answer.stream(request) if parsed.stream else answer.whole())
 
     def seeds(self, parsed: ParsedRequest, count: int) -> list[int]:
         """One for each choice: from the request's seed, or new ones."""
@@ -182,13 +187,12 @@ class OpenAIRoutes:
 class _OpenAIResponse:
     """One request: its choices, n to each prompt, and their JSON."""
 
-    def __init__(self, routes: OpenAIRoutes, parsed: ParsedRequest, is_chat: bool):
-        self.routes, self.parsed, self.is_chat = routes, parsed, is_chat
-        self.prompts = prompts_of(parsed, is_chat, routes.tokenizer)
+    def __init__(self, routes: OpenAIRoutes, parsed: ParsedRequest, is_chat: bool, prompts: list[list[int]]):
+        self.routes, self.parsed, self.is_chat, self.prompts = routes, parsed, is_chat, prompts
         self.sampling = _sampling(parsed, is_chat, routes.tokenizer)
-        prompts = [prompt for prompt in self.prompts for _ in range(parsed.n)]
-        seeds = routes.seeds(parsed, len(prompts))
-        self.requests = [Request(tuple(p), self.sampling, seed) for p, seed in zip(prompts, seeds, strict=True)]
+        repeated = [prompt for prompt in prompts for _ in range(parsed.n)]
+        seeds = routes.seeds(parsed, len(repeated))
+        self.requests = [Request(tuple(p), self.sampling, seed) for p, seed in zip(repeated, seeds, strict=True)]
         self.id = new_id("chatcmpl" if is_chat else "cmpl")
         self.num_generated = 0
 
@@ -254,7 +258,7 @@ class _OpenAIResponse:
                     new = replace(completion, token_ids=completion.token_ids[num_sent:], log_probs=log_probs)
                     pieces.put_nowait(self._choice_json(index, text, new, reason, is_chunk=True))
                     num_sent = len(completion.token_ids)
-        except (ValueError, TypeError, NotImplementedError, EngineDied) as error:
+        except Exception as error:  # whatever it is: the answer's end waits for this piece
             pieces.put_nowait(error)
 
     async def _pieces(self, index: int) -> AsyncIterator[tuple[str, Completion, str | None]]:

@@ -12,9 +12,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from verl.utils.py_functional import excerpt
 from verl.workers.rollout.server.messages import refuse_unknown, token_ids
 
 # -- Requests --------------------------------------------------------------------------------------------------------
+
+MOST_CHOICES = 128
+"""Largest ``n`` of a request."""
+MOST_RESPONSES = 1024
+"""Responses that one request may ask for: its prompts times its ``n``."""
 
 _IGNORED = ("user", "store", "metadata", "service_tier")
 """Fields that say nothing about the answer."""
@@ -67,8 +73,11 @@ class ParsedRequest:
     return_token_ids: bool = False
 
 
-def parse_request(body: Any, is_chat: bool, model: str) -> ParsedRequest:
+def parse_request(body: Any, is_chat: bool, model: str, allows_template: bool = False) -> ParsedRequest:
     """Read the body of ``/v1/completions`` or ``/v1/chat/completions``.
+
+    Args:
+        allows_template: let it bring a chat template.
 
     Raises:
         UnknownModel: it names another model.
@@ -96,8 +105,8 @@ def parse_request(body: Any, is_chat: bool, model: str) -> ParsedRequest:
         tools=tools,
         reads_tool_calls=reads_tool_calls,
         sampling=_sampling(body),
-        template_options=body.get("chat_template_kwargs") or {},
-        n=_integer(body, "n", 1, at_least=1) or 1,
+        template_options=template_options(body.get("chat_template_kwargs"), allows_template),
+        n=_integer(body, "n", 1, at_least=1, at_most=MOST_CHOICES) or 1,
         seed=_integer(body, "seed", None),
         stream=bool(body.get("stream")),
         include_usage=bool(options.get("include_usage")),
@@ -159,13 +168,64 @@ def _sampling(body: Mapping[str, Any]) -> dict[str, Any]:
     return given | numbers
 
 
-def _integer(body: Mapping[str, Any], name: str, default: int | None, at_least: int | None = None) -> int | None:
+def _integer(
+    body: Mapping[str, Any], name: str, default: int | None, at_least: int | None = None, at_most: int | None = None
+) -> int | None:
     value = body.get(name)
     if value is None:
         return default
     if type(value) is not int or (at_least is not None and value < at_least):
         raise ValueError(f"{name}={value!r} must be an integer{f' of at least {at_least}' if at_least else ''}.")
+    if at_most is not None and value > at_most:
+        raise ValueError(f"{name}={value} is more than the {at_most} that one request may ask for. Send several.")
     return value
+
+
+def template_options(given: Any, allows_template: bool = False) -> dict[str, Any]:
+    """``chat_template_kwargs`` of a request: named values that the model's own chat template may read.
+
+    Args:
+        allows_template: let a client send a template. It is a program: one with nested loops runs for ever.
+
+    Raises:
+        ValueError: it is no such object, brings a template, or decides what the server does.
+    """
+    if given is not None and not isinstance(given, Mapping):
+        raise ValueError(
+            f'chat_template_kwargs={excerpt(given, 60)} must be an object such as {{"enable_thinking": false}}.'
+        )
+    for name, value in (given or {}).items():
+        if name == "chat_template" and allows_template:
+            continue
+        if name == "chat_template":
+            raise ValueError(
+                "chat_template_kwargs.chat_template: templates of clients are not run. Set "
+                "actor_rollout_ref.model.custom_chat_template for the run, or send token ids to /v1/completions."
+            )
+        if name in _DECIDED_HERE:
+            raise ValueError(f"chat_template_kwargs.{name} is decided by the server. Leave it out.")
+        if value is not None and not isinstance(value, str | bool | int | float):
+            raise ValueError(
+                f"chat_template_kwargs.{name}={excerpt(value, 60)} must be a text, a number, true or false."
+            )
+    return dict(given or {})
+
+
+_DECIDED_HERE = (
+    "conversation", "messages", "tools", "documents", "add_generation_prompt", "continue_final_message", "tokenize",
+    "padding", "truncation", "max_length", "return_tensors", "return_dict", "return_assistant_tokens_mask",
+    "tokenizer_kwargs",
+)  # fmt: skip
+"""Arguments of transformers' ``apply_chat_template``."""
+
+
+def check_responses(num_prompts: int, n: int) -> None:
+    """Raise ValueError if a request asks for more responses than `MOST_RESPONSES`."""
+    if num_prompts * n > MOST_RESPONSES:
+        raise ValueError(
+            f"{num_prompts} prompts with n={n} are {num_prompts * n} responses; one request may ask for "
+            f"{MOST_RESPONSES}. Send several."
+        )
 
 
 # -- Messages --------------------------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ engine computes a step, requests are taken in and answered. Start it with the en
 from __future__ import annotations
 
 import asyncio
-import hmac
+import logging
 import re
 import socket
 import threading
@@ -24,6 +24,7 @@ from aiohttp import web
 from verl.utils.py_functional import derive_seed
 from verl.workers.rollout.base import Completion, Request, RolloutEngine, empty_completion
 from verl.workers.rollout.server.engine_loop import Broadcast, EngineDied, EngineLoop, Event
+from verl.workers.rollout.server.limits import MOST_BYTES, Guard, RequestRefused, check_request, json_body
 from verl.workers.rollout.server.messages import (
     allow_many_connections,
     completion_to_json,
@@ -31,9 +32,10 @@ from verl.workers.rollout.server.messages import (
     request_from_json,
 )
 from verl.workers.rollout.server.openai_api import OpenAIRoutes
-from verl.workers.rollout.server.openai_format import error_json
+from verl.workers.rollout.server.openai_format import UnknownModel, error_json
 
-_MOST_BYTES = 1 << 30
+logger = logging.getLogger(__name__)
+
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"  # Prometheus' text format
 _PREFIX = "verl_rollout_"
 _HELP = {
@@ -67,6 +69,10 @@ class RolloutServer:
         ValueError: ``host`` is open to others and there is no token.
     """
 
+    allows_client_templates = False
+    """Let requests bring a chat template (``chat_template_kwargs.chat_template``), a program that runs here. For a
+    subclass that ``rollout.agent.custom_async_server`` names."""
+
     def __init__(
         self,
         engine: RolloutEngine,
@@ -90,7 +96,7 @@ class RolloutServer:
         self.parse_tool_calls = parse_tool_calls
         self.host, self.port = host, port
         self.loop = EngineLoop(engine, self._deliver, broadcast)
-        self._token = token
+        self._guard = Guard(host, token)
         self._numbers = count()
         self._events: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
@@ -169,7 +175,7 @@ class RolloutServer:
 
     def application(self) -> web.Application:
         """The routes. A subclass may add its own."""
-        application = web.Application(client_max_size=_MOST_BYTES, middlewares=[self._guard])
+        application = web.Application(client_max_size=MOST_BYTES, middlewares=[self._guarded])
         application.add_routes(
             [
                 web.post("/generate", self._generate),
@@ -179,17 +185,28 @@ class RolloutServer:
             ]
         )
         if self.tokenizer is not None:
-            application.add_routes(OpenAIRoutes(self).routes())
+            openai = OpenAIRoutes(self)
+            application.add_routes(openai.routes())
+            application.on_cleanup.append(openai.close)
         return application
 
     @web.middleware
-    async def _guard(self, request: web.Request, handler: Callable) -> web.StreamResponse:
-        """Refuse requests without the token."""
-        given, expected = request.headers.get("Authorization", ""), f"Bearer {self._token}"
-        # in constant time: how long a comparison takes must not tell how much of a token is right
-        if self._token is not None and not hmac.compare_digest(given.encode(), expected.encode()):
-            return self.error_response(401, "The header 'Authorization: Bearer TOKEN' is missing or wrong.")
-        return await handler(request)
+    async def _guarded(self, request: web.Request, handler: Callable) -> web.StreamResponse:
+        """Refuse requests of strangers, and answer what goes wrong in OpenAI's form."""
+        try:
+            self._guard.check(request)
+            return await handler(request)
+        except (RequestRefused, UnknownModel) as error:
+            return self.error_response(getattr(error, "status", 404), str(error))
+        except (ValueError, TypeError, NotImplementedError) as error:
+            return self.error_response(400, str(error))
+        except EngineDied as error:
+            return self.error_response(500, str(error))
+        except (web.HTTPException, ConnectionError):
+            raise
+        except Exception as error:
+            logger.exception("a request to %s failed", request.path)
+            return self.error_response(500, f"The server failed: {type(error).__name__}: {error}")
 
     # -- requests ------------------------------------------------------------------------------------------------------
 
@@ -238,6 +255,7 @@ class RolloutServer:
     ) -> AsyncGenerator[Event, None]:
         if request_id is not None and request_id in self._ids:
             raise ValueError(f"request_id={request_id!r} is in use by a running request. Give each its own.")
+        check_request(request, self.engine)
         number = next(self._numbers)
         events: asyncio.Queue[Event] = asyncio.Queue()
         self._open[number] = events
@@ -275,18 +293,13 @@ class RolloutServer:
     # -- routes --------------------------------------------------------------------------------------------------------
 
     async def _generate(self, request: web.Request) -> web.Response:
-        try:
-            rollout_request, request_id, priority = request_from_json(await request.json())
-            completion = await self.generate(rollout_request, priority, request_id)
-        except (ValueError, TypeError, NotImplementedError) as error:  # malformed JSON too
-            return self.error_response(400, str(error))
-        except EngineDied as error:
-            return self.error_response(500, str(error))
+        rollout_request, request_id, priority = request_from_json(await json_body(request, MOST_BYTES))
+        completion = await self.generate(rollout_request, priority, request_id)
         return web.json_response(completion_to_json(completion, self.loop.version))
 
     async def _abort(self, request: web.Request) -> web.Response:
+        body = await json_body(request)
         try:
-            body = await request.json()
             if body.get("all"):
                 self.loop.abort()
             else:
