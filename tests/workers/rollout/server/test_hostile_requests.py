@@ -98,7 +98,7 @@ def png(width, height):
         (generate(stop=["x" * 9] * 10_000), "stop has 10000 texts of 90000 characters"),
         (generate() | {"request_id": "x" * 1000}, "request_id="),
         (image("AAAA"), "media.image[0] cannot be read"),
-        (image(png(64, 64)[:80]), "media.image[0] cannot be read"),
+        (image(png(640, 640)[:80]), "media.image[0] cannot be read"),
         (image(png(20_000, 20_000)), "400000000 pixels"),
         (image(5), "media.image[0] cannot be read"),
         (b"[" * 100_000, "nested too deeply"),

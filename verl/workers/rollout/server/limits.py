@@ -10,7 +10,6 @@ import hmac
 import json
 import math
 from collections.abc import Mapping
-from numbers import Integral, Real
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -147,7 +146,7 @@ def check_request(request: Request, engine: Any) -> None:
     for name in ("frequency_penalty", "presence_penalty"):
         _check_size(name, extra.get(name))
     least = extra.get("min_tokens")
-    if least is not None and (not isinstance(least, Integral) or not 0 <= least <= _MOST_TOKENS):
+    if least is not None and (type(least) is not int or not 0 <= least <= _MOST_TOKENS):
         raise ValueError(f"min_tokens={excerpt(least, 60)} must be an integer from 0 to {_MOST_TOKENS}.")
     if len(sampling.stop) > _MOST_STOP_TEXTS or sum(map(len, sampling.stop)) > _MOST_STOP_CHARACTERS:
         raise ValueError(
@@ -177,7 +176,7 @@ def _biases(given: Any) -> dict[int, float]:
         )
     found = {}
     for token, bias in (given or {}).items():
-        number = int(token) if isinstance(token, Integral) or (str(token).isascii() and str(token).isdigit()) else -1
+        number = int(token) if isinstance(token, int) or (str(token).isascii() and str(token).isdigit()) else -1
         if number < 0:
             raise ValueError(f"logit_bias has the key {excerpt(token, 60)}: give token ids.")
         if bias != -math.inf:  # a ban
@@ -189,5 +188,5 @@ def _biases(given: Any) -> dict[int, float]:
 def _check_size(name: str, value: Any) -> None:
     if value is None:
         return
-    if not isinstance(value, Real) or isinstance(value, bool) or not abs(value) <= _LARGEST_BIAS:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= _LARGEST_BIAS:
         raise ValueError(f"{name}={excerpt(value, 60)} must be a number from -{_LARGEST_BIAS:g} to {_LARGEST_BIAS:g}.")
