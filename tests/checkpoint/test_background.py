@@ -38,7 +38,7 @@ def held(monkeypatch):
 
     def wait_and_write(content, path):
         assert event.wait(60)
-        write(content, path)
+        return write(content, path)
 
     monkeypatch.setattr(checkpoint_manager, "write_file", wait_and_write)
     return event
@@ -77,7 +77,7 @@ def _fail_on_rank_1(model, path):
     def fail(content, to):
         if engine.topology.rank == 1:
             raise OSError(28, "the disk is full")
-        write(content, to)
+        return write(content, to)
 
     checkpoint_manager.write_file = fail
     try:

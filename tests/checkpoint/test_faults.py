@@ -64,14 +64,17 @@ def _save_and_load(model, folders):
 def test_nodes_that_share_a_disk_publish_one_folder(model, tmp_path):
     results = run_ranks(2, _save_and_load, model, [tmp_path, tmp_path])
     files = {f"{part}_world_size_2_rank_{rank}.pt" for part in ("model", "extra_state") for rank in range(2)}
-    assert all(set(there) == files | {"huggingface", "fsdp_config.json"} and not left for there, left in results)
+    assert all(
+        set(there) == files | {"huggingface", "fsdp_config.json", "manifest.json"} and not left
+        for there, left in results
+    )
 
 
 def test_nodes_with_disks_of_their_own_each_keep_their_ranks_files(model, tmp_path):
     results = run_ranks(2, _save_and_load, model, [tmp_path / "a", tmp_path / "b"])
     for rank, (there, left) in enumerate(results):
         files = {f"{part}_world_size_2_rank_{rank}.pt" for part in ("model", "extra_state")}
-        assert set(there) - {"huggingface"} == files | {"fsdp_config.json"} and not left
+        assert set(there) - {"huggingface"} == files | {"fsdp_config.json", "manifest.json"} and not left
         assert ("huggingface" in there) == (rank == 0)
 
 

@@ -134,8 +134,9 @@ def test_an_adapter_and_a_value_head_move_to_another_number_of_ranks(folder, tmp
 def test_a_folder_that_is_no_whole_save_is_refused_with_the_way_out(folder, saved, tmp_path):
     path, _ = saved("fsdp2 on 2")
     older, newest = tmp_path / "global_step_7" / "actor", tmp_path / "global_step_8" / "actor"
-    shutil.copytree(path, older)
-    shutil.copytree(path, newest)
+    for copy in (older, newest):
+        shutil.copytree(path, copy)
+        (copy / "manifest.json").unlink()  # as another program leaves it
     manager = CheckpointManager(engine_for(folder, "local"))
     (newest / "model_world_size_2_rank_1.pt").unlink()
     way_back = f"trainer.resume_from_path={older.parent}$"

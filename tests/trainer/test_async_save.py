@@ -44,7 +44,7 @@ def test_a_save_that_fails_behind_training_stops_the_run_and_is_not_named(tmp_pa
         if "global_step_2/critic" in str(path):
             named.append(tracker(tmp_path / "goes_on"))
             raise OSError(28, f"{path} needs more than there is")
-        write(content, path)
+        return write(content, path)
 
     monkeypatch.setattr(checkpoint_manager, "write_file", full)
     with pytest.raises(WorkerError, match="global_step_2/critic.partial/.* needs more than there is"):

@@ -296,7 +296,9 @@ def test_resume_path_needs_an_existing_step_folder(run, tmp_path):
 
 def test_a_missing_loader_state_is_said_and_the_data_starts_over(run, tmp_path, capsys):
     run(trainer__save_freq=1, trainer__total_training_steps=1, trainer__rollout_data_dir=str(tmp_path / "dump"))
-    (tmp_path / "checkpoints" / "global_step_1" / "data.pt").unlink()
+    for name in ("data.pt", "manifest.json"):  # as another program leaves it
+        (tmp_path / "checkpoints" / "global_step_1" / name).unlink()
+    (tmp_path / "checkpoints" / "global_step_1" / "actor" / "manifest.json").unlink()
     run(trainer__resume_mode="auto", trainer__rollout_data_dir=str(tmp_path / "dump"))
     assert "data.pt is missing" in capsys.readouterr().out
     prompts = [sorted(row["input"] for row in rows(tmp_path / "dump" / f"{step}.jsonl")) for step in (1, 2)]

@@ -6,6 +6,7 @@
     fsdp_config.json                         {"FSDP_version": 2, "world_size": W, "layout": how tensors are cut}
     huggingface/                             config and tokenizer; with "hf_model", weights in safetensors too
     lora_adapter/                            of a LoRA run: what is trained, in peft's format
+    manifest.json                            size and checksum of all of these; compared when they are read
 
 A LoRA run's model file holds what is trained on top of ``model.path``; the weights of ``huggingface/`` are merged.
 
@@ -34,7 +35,16 @@ import torch.distributed as dist
 
 from verl.checkpoint import rank_files
 from verl.checkpoint.hf_folder import has_weights, write_config, write_safetensors
-from verl.checkpoint.rank_files import on_host, write_file
+from verl.checkpoint.manifest import (
+    MANIFEST,
+    DamagedCheckpoint,
+    Digest,
+    damaged_files,
+    manifest_of,
+    read_manifest,
+    versions,
+)
+from verl.checkpoint.rank_files import check_finite, on_host, way_back, write_file
 from verl.checkpoint.shards import Joined, join_optimizer
 from verl.utils.distributed import all_gather_objects, barrier, get_rank, get_world_size, is_node_leader
 from verl.utils.py_functional import derive_seed
@@ -224,6 +234,7 @@ class CheckpointManager:
         self.save_contents = _checked("save_contents", save_contents)
         self.load_contents = _checked("load_contents", save_contents if load_contents is None else load_contents)
         self._saved: list[Path] = []
+        self._verified: Path | None = None
         self._background = Background() if in_background else None
         # a group of its own: the main thread's collectives go on meanwhile
         has_group = in_background and get_world_size() > 1
@@ -237,38 +248,29 @@ class CheckpointManager:
         Args:
             global_step: of the trainer, for the log only.
             max_to_keep: of the folders this manager has saved, delete all but the newest so many; None or 0: keep all.
+
+        Raises:
+            NonFiniteWeights: a weight is NaN or infinite; nothing is saved, and what was saved before stays.
         """
         self.finish_saving()
         final = Path(local_path).expanduser()
         # all ranks at once from here: each collective below has its partner on every other rank
         staged, is_publisher = begin(final)
-        place = self.engine.topology
-        later: list[tuple[Any, Path]] = []
-        # part by part: the whole state of a large model would not fit twice
-        for part in (part for part in self.save_contents if part in rank_files.PARTS):
-            for name, content in self.engine.state([part]).items():
-                path = staged / rank_files.file_name(name, place.world_size, place.rank)
-                if self._background is not None:
-                    later.append((on_host(content), path))
-                else:
-                    self._together(partial(write_file, content, path))
-        huggingface, dtype = staged / "huggingface", self.export_dtype()
-        if place.rank == 0:  # ranks on other nodes write their shards; the model folder is written once
-            generates = self.engine.spec.head == "lm"
-            write_config(self.engine.module, huggingface, dtype, self.tokenizer, generates)
-        # here even in_background: gathering weights is collective, and in a thread would meet collectives of training
-        if "hf_model" in self.save_contents:
-            write_safetensors(self.engine.weights(dtype), huggingface, is_writer=place.rank == 0)
-        if getattr(self.engine, "has_adapter", False):
-            self.engine.save_adapter(staged / "lora_adapter", is_writer=place.rank == 0)
-
-        def write() -> None:
-            for content, path in later:
-                write_file(content, path)
+        try:
+            digests, write_later = self._write_parts(staged)
+            self._write_exports(staged)
+        except BaseException:
+            _discard(staged, is_publisher)
+            raise
 
         def finish() -> None:
-            self._together(write)
-            self._together(partial(self._publish, staged, final) if is_publisher else None)
+            try:
+                self._together(write_later)
+                written = {name: one for rank in all_gather_objects(digests, self._group) for name, one in rank.items()}
+                self._together(partial(self._publish, staged, final, global_step, written) if is_publisher else None)
+            except BaseException:
+                _discard(staged, is_publisher)
+                raise
             logger.info("saved step %s to %s", global_step, final)
             # old folders go after the new one has its name: a run killed in between has one too many, and never none
             self._saved = [path for path in self._saved if path != final] + [final]
@@ -281,6 +283,44 @@ class CheckpointManager:
         else:
             finish()
 
+    def _write_parts(self, staged: Path) -> tuple[dict[str, Digest], Callable[[], None]]:
+        """Write this rank's files, or copy what they will hold; returns their digests, and what is left to be done."""
+        place = self.engine.topology
+        later: list[tuple[Any, Path]] = []
+        digests: dict[str, Digest] = {}
+        buffers = {name for name, _ in self.engine.module.named_buffers()}
+
+        def write(content: Any, path: Path) -> None:
+            digests[path.name] = write_file(content, path)
+
+        def write_later() -> None:
+            for content, path in later:
+                write(content, path)
+
+        # part by part: the whole state of a large model would not fit twice
+        for part in (part for part in self.save_contents if part in rank_files.PARTS):
+            for name, content in self.engine.state([part]).items():
+                path = staged / rank_files.file_name(name, place.world_size, place.rank)
+                if name == "model":
+                    self._together(partial(check_finite, content, buffers))
+                if self._background is not None:
+                    later.append((on_host(content), path))
+                else:
+                    self._together(partial(write, content, path))
+        return digests, write_later
+
+    def _write_exports(self, staged: Path) -> None:
+        """Write what other programs read: config, tokenizer, whole weights, adapter."""
+        huggingface, dtype, is_writer = staged / "huggingface", self.export_dtype(), self.engine.topology.rank == 0
+        if is_writer:  # ranks on other nodes write their shards; the model folder is written once
+            generates = self.engine.spec.head == "lm"
+            write_config(self.engine.module, huggingface, dtype, self.tokenizer, generates)
+        # here even in_background: gathering weights is collective, and in a thread would meet collectives of training
+        if "hf_model" in self.save_contents:
+            write_safetensors(self.engine.weights(dtype), huggingface, is_writer)
+        if getattr(self.engine, "has_adapter", False):
+            self.engine.save_adapter(staged / "lora_adapter", is_writer=is_writer)
+
     def is_saving(self) -> bool:
         """Whether the last save is still being written."""
         return self._background is not None and not self._background.is_done()
@@ -290,8 +330,12 @@ class CheckpointManager:
         if self._background is not None:
             self._background.wait()
 
-    def _together(self, work: Callable[[], Any] | None) -> None:
-        """Do ``work`` and wait for all ranks to have done theirs; raises on all ranks if one failed."""
+    def _together(self, work: Callable[[], Any] | None, verb: str = "write") -> None:
+        """Do ``work`` and wait for all ranks to have done theirs; raises on all ranks if one failed.
+
+        Args:
+            verb: what could not be done, for the error on the other ranks.
+        """
         error: Exception | None = None
         try:
             if work is not None:
@@ -305,10 +349,13 @@ class CheckpointManager:
         failed = {rank: text for rank, text in enumerate(errors) if text is not None}
         if failed:
             rank, text = next(iter(failed.items()))
-            raise RuntimeError(f"rank {rank} could not write its part of the checkpoint: {text}")
+            raise RuntimeError(f"rank {rank} could not {verb} its part of the checkpoint: {text}")
 
-    def _publish(self, staged: Path, final: Path) -> None:
+    def _publish(self, staged: Path, final: Path, step: int, written: Mapping[str, Digest]) -> None:
         rank_files.write_layout(staged, self.engine.topology.world_size, self.engine.layout)
+        about = {"step": step, "world_size": self.engine.topology.world_size, "versions": versions()}
+        files = [path for path in staged.rglob("*") if path.is_file()]
+        (staged / MANIFEST).write_text(manifest_of(staged, files, about, written), encoding="utf-8")
         publish(staged, final)
 
     def delete(self, folders: Sequence[str | os.PathLike]) -> None:
@@ -334,14 +381,15 @@ class CheckpointManager:
 
         Raises:
             FileNotFoundError: if a file is missing, with what is there instead.
-            ValueError: if a file is damaged, or of another model.
+            DamagedCheckpoint: if a file is not what was saved; nothing was loaded.
+            ValueError: if a file is of another model.
         """
         self.finish_saving()
-        folder = Path(local_path).expanduser()
-        replaced = _replaced(folder)
-        if is_node_leader() and not folder.exists() and replaced.exists():
-            replaced.rename(folder)  # a save was cut off between its two renames
-        barrier()
+        folder = self._found(local_path)
+        # a caller that had every rank `verify` it has decided already
+        damage = {} if self._verified == folder else self._compare(folder)[0]
+        self._verified = None
+        self._together(partial(_raise_damage, folder, damage) if damage else None, "verify")
         parts = [part for part in self.load_contents if part in rank_files.PARTS]
         state = {part: self._read(folder, part) for part in parts}
         if "hf_model" in self.load_contents and "model" not in parts:  # weights in the precision they were exported in
@@ -360,6 +408,51 @@ class CheckpointManager:
         if del_after and is_node_leader():
             shutil.rmtree(folder, ignore_errors=True)
         return remark
+
+    def verify(self, local_path: str | os.PathLike) -> tuple[dict[str, str], dict[str, str]]:
+        """Compare the files of a checkpoint with its manifest, before they are loaded; all ranks call it together.
+
+        A folder without a manifest is taken as it is.
+
+        Returns:
+            File -> what is wrong with it, of this rank's share of the files that `load` reads; and of the others.
+        """
+        folder = self._found(local_path)
+        damage, beside = self._compare(folder) if folder.is_dir() else ({".": "is missing"}, {})
+        self._verified = None if damage else folder
+        return damage, beside
+
+    def _found(self, local_path: str | os.PathLike) -> Path:
+        folder = Path(local_path).expanduser()
+        replaced = _replaced(folder)
+        if is_node_leader() and not folder.exists() and replaced.exists():
+            replaced.rename(folder)  # a save was cut off between its two renames
+        barrier()
+        return folder
+
+    def _compare(self, folder: Path) -> tuple[dict[str, str], dict[str, str]]:
+        try:
+            manifest = read_manifest(folder)
+        except DamagedCheckpoint as error:
+            return {MANIFEST: str(error)}, {}
+        if manifest is None:
+            return {}, {}
+        place, contents = self.engine.topology, self.load_contents
+        is_cut_alike = manifest.about.get("world_size") == place.world_size
+        mine = set()
+        for at, name in enumerate(sorted(manifest.files)):
+            part, rank = rank_files.part_and_rank(name) or (None, None)
+            if part is not None and part not in contents:
+                continue
+            # one file a rank, and the rest of each disk by one; files of other ranks lie in one folder, and go in turn
+            alone = is_node_leader() if rank is None else rank == place.rank
+            if alone if is_cut_alike else at % place.world_size == place.rank:
+                mine.add(name)
+        wrong = damaged_files(folder, manifest, mine.__contains__)
+        exports = ("huggingface/", "lora_adapter/")
+        is_export_read = "hf_model" in contents and "model" not in contents
+        beside = {name for name in wrong if name.startswith(exports) and not is_export_read}
+        return {name: wrong[name] for name in wrong if name not in beside}, {name: wrong[name] for name in beside}
 
     def _read(self, folder: Path, part: str) -> Any:
         place, size = self.engine.topology, rank_files.saved_world_size(folder, part)
@@ -386,6 +479,19 @@ class CheckpointManager:
             new = f", of which those after the first {size} begin new random numbers" if here > size else ""
             return f"saved by {size} rank{'s' if size != 1 else ''}, read by {here}{new}"
         return "" if layout in (None, self.engine.layout) else f"saved as {layout}, read as {self.engine.layout}"
+
+
+def _discard(staged: Path, is_publisher: bool) -> None:
+    """Delete what a save that failed has written: the room it takes may be what was missing."""
+    if is_publisher:
+        shutil.rmtree(staged, ignore_errors=True)
+
+
+def _raise_damage(folder: Path, damage: Mapping[str, str]) -> None:
+    name, problem = next(iter(damage.items()))
+    more = f" and {len(damage) - 1} more" if len(damage) > 1 else ""
+    what = problem if name == MANIFEST else f"{folder / name} {problem}"
+    raise DamagedCheckpoint(f"{what}{more}. Nothing of it was loaded. {way_back(folder)}")
 
 
 def get_checkpoint_tracker_filename(root_path: str | os.PathLike) -> str:

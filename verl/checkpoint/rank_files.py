@@ -10,7 +10,7 @@ import os
 import pickle
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -20,16 +20,26 @@ import torch.distributed.tensor  # noqa: F401 - registers DTensor with torch.loa
 from safetensors import SafetensorError
 from torch import Tensor
 
-from verl.checkpoint.shards import local
+from verl.checkpoint.manifest import DamagedCheckpoint, Digest, DigestingFile
+from verl.checkpoint.shards import is_flat, local
 
 PARTS = {"model": "model", "optimizer": "optim", "extra": "extra_state"}
 """Parts of a checkpoint that every rank writes -> how their files' names begin."""
 METADATA_FILE = "fsdp_config.json"
+UNREADABLE = (RuntimeError, EOFError, ValueError, LookupError, TypeError, AttributeError, pickle.UnpicklingError)
+"""Errors of ``torch.load`` on bytes that are not what ``torch.save`` wrote; an empty file is an IndexError."""
 
 
 def file_name(part: str, world_size: int, rank: int) -> str:
     """Return the name of the file of ``part`` by ``rank`` of ``world_size``."""
     return f"{PARTS[part]}_world_size_{world_size}_rank_{rank}.pt"
+
+
+def part_and_rank(name: str) -> tuple[str, int] | None:
+    """The part and the rank that a file's name says; None for a file that no rank wrote as its own."""
+    match = re.fullmatch(r"(\w+)_world_size_\d+_rank_(\d+)\.pt", name)
+    parts = {begin: part for part, begin in PARTS.items()}
+    return (parts[match[1]], int(match[2])) if match and match[1] in parts else None
 
 
 def write_layout(folder: Path, world_size: int, layout: str | None) -> None:
@@ -39,9 +49,18 @@ def write_layout(folder: Path, world_size: int, layout: str | None) -> None:
 
 
 def saved_layout(folder: Path) -> str | None:
-    """The ``layout`` of the engine that wrote ``folder``; None where it is not recorded."""
+    """The ``layout`` of the engine that wrote ``folder``; None where it is not recorded.
+
+    Raises:
+        DamagedCheckpoint: the file that records it is damaged.
+    """
     path = folder / METADATA_FILE
-    return json.loads(path.read_text()).get("layout") if path.exists() else None
+    if not path.exists():
+        return None
+    try:
+        return json.loads(path.read_text()).get("layout")
+    except (ValueError, AttributeError) as error:
+        raise DamagedCheckpoint(f"{path} cannot be read: it is damaged ({error}). {way_back(folder)}") from error
 
 
 def saved_world_size(folder: Path, part: str) -> int:
@@ -56,9 +75,11 @@ def saved_world_size(folder: Path, part: str) -> int:
     pattern = re.compile(rf"{PARTS[part]}_world_size_(\d+)_rank_\d+\.pt")
     sizes = sorted({int(match[1]) for path in folder.iterdir() if (match := pattern.fullmatch(path.name))})
     if not sizes:
+        # without its weights a run cannot go on: leaving them out of load_contents would be refused
+        way_out = f"Leave {part} out of checkpoint.load_contents, or give" if part != "model" else "Give"
         raise FileNotFoundError(
-            f"checkpoint folder {folder} was saved without {part!r}: it has {_shown(folder)}. Leave {part} out of "
-            f"checkpoint.load_contents, or give a checkpoint whose save_contents had it"
+            f"checkpoint folder {folder} was saved without {part!r}, or its files were deleted: it has "
+            f"{_shown(folder)}. {way_out} a checkpoint whose save_contents had it. {way_back(folder)}"
         )
     if len(sizes) > 1:
         raise ValueError(
@@ -94,7 +115,7 @@ def open_file(path: Path, mmap: bool = False) -> Any:
 
     Raises:
         FileNotFoundError: if it is not there.
-        ValueError: if it is damaged.
+        DamagedCheckpoint: if it cannot be read.
     """
     if not path.exists():
         raise FileNotFoundError(
@@ -104,10 +125,11 @@ def open_file(path: Path, mmap: bool = False) -> Any:
         # weights_only: a checkpoint may come from elsewhere, and a full unpickling runs its code
         with _quiet_meshes():
             return torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
-    except (RuntimeError, EOFError, ValueError, pickle.UnpicklingError) as error:
-        raise ValueError(
+    except UNREADABLE as error:
+        reason = next(iter(str(error).splitlines()), type(error).__name__)
+        raise DamagedCheckpoint(
             f"checkpoint file {path} cannot be read: it is damaged, or not of this program. {way_back(path.parent)} "
-            f"({str(error).splitlines()[0]})"
+            f"({reason})"
         ) from error
 
 
@@ -153,17 +175,49 @@ def _quiet_meshes() -> Iterator[None]:
 _FULL = {errno.ENOSPC, errno.EDQUOT}
 
 
-def write_file(content: Any, path: Path) -> None:
-    """``torch.save`` to ``path``, and on to the disk.
+def write_file(content: Any, path: Path) -> Digest:
+    """``torch.save`` to ``path``, and on to the disk; returns the digest of what was meant to be written.
 
     Raises:
         OSError: if the disk is full, with the bytes that were needed.
     """
     with full_disk_is_said(path, num_bytes(content)), open(path, "wb") as file:
-        torch.save(content, file)
+        digesting = DigestingFile(file)
+        torch.save(content, digesting)  # type: ignore[arg-type]  # of a file, it calls write() alone
         file.flush()
         # to the disk: the folder gets its name only when everything in it would survive a power cut
         os.fsync(file.fileno())
+    return digesting.digest
+
+
+class NonFiniteWeights(FloatingPointError):
+    """Weights that are NaN or infinite were about to be saved."""
+
+
+@torch.no_grad()
+def check_finite(content: Any, skip: Container[str] = ()) -> None:
+    """Raise if a weight is not finite: a checkpoint of such a model would be of no use.
+
+    Args:
+        content: name -> piece, as in `verl.checkpoint.shards`.
+        skip: names of tensors that may be infinite: masks that a model keeps as buffers.
+
+    Raises:
+        NonFiniteWeights: names the first such tensor.
+    """
+    for name, piece in content.items():
+        tensor = local(piece["flat"] if is_flat(piece) else piece)
+        if name in skip or not isinstance(tensor, Tensor) or not tensor.is_floating_point() or not tensor.numel():
+            continue
+        # NaN goes through aminmax, which reads memory once and is thirty times as fast as isfinite().all()
+        if all(bound.isfinite() for bound in torch.aminmax(tensor)):
+            continue
+        nan, infinite = int(tensor.isnan().sum()), int(tensor.isinf().sum())
+        raise NonFiniteWeights(
+            f"{name} has {nan:,} NaN and {infinite:,} infinite of {tensor.numel():,} numbers. It is not saved, and the "
+            f"checkpoints of earlier steps stay: resume from one of them with a lower optim.lr, and look for extreme "
+            f"rewards or log-probabilities in the steps since"
+        )
 
 
 @contextmanager

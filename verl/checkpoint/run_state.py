@@ -2,7 +2,7 @@
 
 The folder of a step holds ``actor/`` and ``critic/`` (written by the workers), ``data.pt`` (the loader's position),
 ``trainer.json`` (the driver's state), ``config.json`` (the options of the run), and ``ahead.safetensors`` (responses
-generated ahead, in a run that does).
+generated ahead, in a run that does), and ``manifest.json`` (sizes and checksums of all of these).
 ``latest_checkpointed_iteration.txt`` names the newest complete step and is written last, so a run killed while saving
 resumes from the one before. In a remote store (``trainer.default_hdfs_dir``) a step's folder is copied when it is
 complete, and the tracker file after it: what the tracker names is there whole.
@@ -10,11 +10,10 @@ complete, and the tracker file after it: what the tracker names is there whole.
 
 import json
 import os
-import pickle
 import re
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,8 @@ from typing import Any
 import torch
 
 from verl.checkpoint.checkpoint_manager import TRACKER, find_latest_ckpt_path
-from verl.checkpoint.rank_files import way_back
+from verl.checkpoint.manifest import MANIFEST, DamagedCheckpoint, damaged_files, manifest_of, read_manifest, versions
+from verl.checkpoint.rank_files import UNREADABLE, way_back
 from verl.checkpoint.rows_file import load_rows, save_rows
 from verl.config.describe import CONFIG_FILE
 from verl.config.trainer import TrainerConfig
@@ -157,14 +157,47 @@ def load_driver_state(folder: Path, loader: Any) -> dict[str, Any]:
 def _damage_is_said(path: Path) -> Iterator[None]:
     try:
         yield
-    except (RuntimeError, EOFError, ValueError, pickle.UnpicklingError) as error:
+    except UNREADABLE as error:
         way_out = way_back(path.parent / "actor")
-        raise ValueError(f"{path} cannot be read: it is damaged. {way_out} ({error})") from error
+        raise DamagedCheckpoint(f"{path} cannot be read: it is damaged. {way_out} ({error})") from error
 
 
 def load_ahead(folder: Path) -> tuple[DataProto, dict[str, int]] | None:
     """Responses that the run had generated for the next step, and metadata of them; None if there are none."""
     return load_rows(folder / AHEAD) if (folder / AHEAD).exists() else None
+
+
+def write_step_manifest(folder: Path, about: Mapping[str, Any]) -> None:
+    """Write the manifest of a step: of the driver's files, and of the manifests of the roles."""
+    files = [path for path in folder.iterdir() if path.is_file() and path.name != MANIFEST]
+    text = manifest_of(folder, [*files, *folder.glob(f"*/{MANIFEST}")], about)
+    write_atomic(folder / MANIFEST, lambda path: path.write_text(text, encoding="utf-8"))
+
+
+def damage_of_step(folder: Path, roles: Container[str]) -> dict[str, str]:
+    """File -> what is wrong with it, of the driver's files of a step and of the manifests of ``roles``.
+
+    A step that another program wrote has no manifest, and nothing to compare with.
+    """
+    try:
+        manifest = read_manifest(folder)
+    except DamagedCheckpoint:
+        return {MANIFEST: "is damaged"}
+    if manifest is not None:
+        # other roles' folders may have been deleted: trainer.max_critic_ckpt_to_keep
+        return damaged_files(folder, manifest, lambda name: "/" not in name or name.split("/")[0] in roles)
+    is_ours = any(folder.glob(f"*/{MANIFEST}"))
+    return {MANIFEST: "is missing: the save was cut off, or the file was deleted"} if is_ours else {}
+
+
+def steps_in(root: Path) -> list[int]:
+    """Return the numbers of the steps that have a folder in ``root``."""
+    names = (path.name.removeprefix("global_step_") for path in root.glob("global_step_*") if path.is_dir())
+    return [int(name) for name in names if name.isdigit()]
+
+
+def _can_verify(group: Any) -> bool:
+    return hasattr(group, "verify_checkpoint")  # workers of a user's own may lack it
 
 
 def mark_complete(root: str | Path, step: int) -> None:
@@ -279,6 +312,7 @@ class RunCheckpoints:
         last: folder of the newest complete one.
         steps: those this run has saved, restarts included, and not deleted.
         unfinished: the step that is being written, or None.
+        about: what the manifest of a step says of its run besides: JSON values.
     """
 
     def __init__(self, config: Any, say: Callable[[str], None], timed: Callable[[str], AbstractContextManager]) -> None:
@@ -286,6 +320,7 @@ class RunCheckpoints:
         self.last: Path | None = None
         self.steps: list[int] = []
         self.unfinished: int | None = None
+        self.about: dict[str, Any] = {"versions": versions()}
 
     def folder(self, step: int) -> Path:
         return step_folder(self.config.trainer.default_local_dir, step).absolute()
@@ -317,6 +352,7 @@ class RunCheckpoints:
         for group in savers:
             group.finish_saving()
         folder = self.folder(step)
+        write_step_manifest(folder, {"step": step, **self.about})
         mark_complete(folder.parent, step)
         self.last = folder
         before = self.steps
@@ -338,6 +374,39 @@ class RunCheckpoints:
                         forget(root, saved)
         except OSError as error:  # a store that fails does not end the run
             self.say(f"{folder} could not be copied to trainer.default_hdfs_dir={root}: {error}")
+
+    def good_one(self, folder: Path, groups: Mapping[str, Any]) -> Path:
+        """Return ``folder`` if nothing of it is damaged; else, with ``resume_mode=auto``, the newest older one.
+
+        Says what was wrong with those that were passed over.
+
+        Raises:
+            DamagedCheckpoint: none can be used, or the named one cannot.
+        """
+        wrong: dict[Path, str] = {}
+        for candidate in self._candidates(folder):
+            damage = damage_of_step(candidate, groups)
+            for name, group in groups.items() if not damage else ():
+                for found, beside in group.verify_checkpoint(str(candidate / name)) if _can_verify(group) else ():
+                    damage |= {f"{name}/{file}": problem for file, problem in found.items()}
+                    for file, problem in beside.items():
+                        self.say(f"{candidate / name / file} {problem}. Nothing of it is needed to go on.")
+            if not damage:
+                if wrong:
+                    self.say(f"resuming from {candidate}, the newest checkpoint that is whole")
+                return candidate
+            file, problem = next(iter(damage.items()))
+            more = f" (and {len(damage) - 1} more files)" if len(damage) > 1 else ""
+            wrong[candidate] = f"{candidate / file} {problem}{more}"
+            self.say(f"{wrong[candidate]}: {candidate.name} is not loaded")
+        text = "; ".join(wrong.values())
+        raise DamagedCheckpoint(f"{text}. Nothing was loaded. {way_back(folder / next(iter(groups), 'actor'))}")
+
+    def _candidates(self, folder: Path) -> Iterator[Path]:
+        yield folder
+        if self.config.trainer.resume_mode == "auto":
+            older = [step for step in steps_in(folder.parent) if step < step_of(folder)]
+            yield from (step_folder(folder.parent, step) for step in sorted(older, reverse=True))
 
     def load_groups(self, folder: Path, groups: Mapping[str, Any]) -> list[str]:
         """Load a checkpoint into the worker groups; returns remarks for the user."""

@@ -88,6 +88,11 @@ class TrainedRole(EngineWorker):
         self.checkpoints.finish_saving()
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def verify_checkpoint(self, local_path: str) -> tuple[dict[str, str], dict[str, str]]:
+        """File -> what is wrong with it, of those `load_checkpoint` reads from ``local_path``; and of the others."""
+        return self.checkpoints.verify(local_path)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def load_checkpoint(self, local_path: str, hdfs_path: str | None = None, del_local_after_load: bool = False) -> str:
         """Continue from the folder ``local_path``; returns a remark for the user, or nothing."""
         return self.checkpoints.load(local_path, del_local_after_load)

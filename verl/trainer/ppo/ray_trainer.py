@@ -683,11 +683,11 @@ class RayPPOTrainer(RecipeNames):
         folder = checkpoint.folder_to_resume(self.config.trainer)
         if folder is None:
             return
-        folder = folder.absolute()
-        self.global_steps = checkpoint.step_of(folder)
         groups = saved_groups(self.worker_groups)
+        folder = self.checkpoints.good_one(folder.absolute(), groups)
         remarks = self.checkpoints.load_groups(folder, groups)
         state = checkpoint.load_driver_state(folder, self.train_dataloader)
+        self.global_steps = checkpoint.step_of(folder)
         remarks.append(self.buffer.load(folder, self.global_steps))
         if "kl_ctrl_in_reward" in state:
             self.kl_ctrl_in_reward.load_state_dict(state["kl_ctrl_in_reward"])
