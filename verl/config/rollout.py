@@ -345,6 +345,14 @@ class RolloutConfig(Config):
     writes down the worst tokens. Read only with ``calculate_log_probs``. What can be done about it:
     ``algorithm.rollout_correction``."""
 
+    canary_prompts: int = option(4, at_least=0, at_most=8)
+    """Short prompts whose next token the engine generates after every sync of weights, and the actor scores before its
+    next update: an engine that computes with other weights than it was sent ends the run. 0: none."""
+
+    canary_tolerance: float | None = option(None, read_if("canary_prompts", remark="compares nothing"), above=0)
+    """Mean difference of log-probabilities allowed between the two. Null: 0.002 where engine and actor compute in
+    float32, else 0.3."""
+
     stall_timeout_s: float = option(1800, at_least=0)
     """Seconds in which an engine that generates must finish a step (about a token of every running response), or its
     process is ended with all stacks and the last requests. 0: no limit."""

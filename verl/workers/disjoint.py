@@ -24,6 +24,7 @@ from verl.workers.model_worker import HybridWorker
 from verl.workers.roles import PolicyRole
 from verl.workers.rollout import get_rollout_class
 from verl.workers.rollout.base import RolloutEngine
+from verl.workers.rollout.weights.canary import Canary
 from verl.workers.rollout.weights.link import WeightLink, find_store, node_id, open_store
 
 
@@ -66,6 +67,16 @@ class WeightSourceRole(LinkEndRole):
         return self.actor.version
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def check_canaries(self, canaries: list[Canary]) -> None:
+        """Score what the rollout's ranks generated with the weights that this actor, which still has them, sent.
+
+        Raises:
+            WeightSyncError: a rollout computes with other weights.
+        """
+        with self.actor.on_device():
+            self.compare_canaries(canaries)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def send_weights(self, dtype: str) -> dict[str, float] | None:
         """Broadcast the newest weights as ``dtype``; rank 0 returns their ``version``, ``num_bytes``, ``seconds``."""
         bucket_bytes = self.config.rollout.update_weights_bucket_megabytes << 20
@@ -97,7 +108,14 @@ class ReceivingRolloutRole(LinkEndRole, RolloutRole):
             self.rollout.wake(("weights",))
             version = self.link.receive(self.rollout).version
             self.rollout.wake(("kv_cache",))
+        self.generate_canary(version)
         return version
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def take_canary(self) -> Canary | None:
+        """The tokens generated after the last sync, for the actor's `check_canaries`; None: there are none."""
+        canary, self.canary = self.canary, None
+        return canary
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, mesh="rollout", reads=PROMPT_COLUMNS, blocking=False)
     def start_generating(self, prompts: DataProto) -> DataProto:

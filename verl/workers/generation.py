@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -30,6 +31,7 @@ from verl.workers.rollout.assemble import assemble, sampling_params
 from verl.workers.rollout.base import Request, RolloutEngine, SamplingParams
 from verl.workers.rollout.memory import memory_errors
 from verl.workers.rollout.monitor import engine_phase
+from verl.workers.rollout.weights.canary import canary_prompts, generate_canary
 from verl.workers.rollout.weights.sync import sync_adapter, sync_weights
 
 if TYPE_CHECKING:
@@ -73,6 +75,12 @@ class RolloutRole(HybridWorker):
         self.rollout.monitor.engine, self.rollout.monitor.stall_timeout_s = config.name, config.stall_timeout_s
         for validate in (False, True):
             self.rollout.check_sampling(self.sampling(validate, do_sample=True))
+        self.canary_prompts = canary_prompts(
+            partial(self.tokenizer.encode, add_special_tokens=False),
+            config.canary_prompts,
+            config.prompt_length,
+            self.rollout.never_generated,
+        )
         self.unseeded_calls = 0
         self.keeps_weights = False
         rank, ranks = get_rank(), self.rollout.tensor_parallel_size
@@ -97,13 +105,16 @@ class RolloutRole(HybridWorker):
         with self.actor.on_device():
             with self.rollout_phase("wake"):
                 self.rollout.wake(("weights",))
-            if self.rollout.version != self.newest_version({}):
+            if is_new := self.rollout.version != self.newest_version({}):
                 with self.rollout_phase("sync"):
                     self.sync_rollout()
         # after the actor's weights have left the device: the cache takes their place
         with self.rollout_phase("wake_cache"):
             self.rollout.wake(("kv_cache",))
         timing["reshard"] = time.perf_counter() - start
+        if is_new:
+            self.generate_canary(self.actor.version)
+            timing["canary"] = time.perf_counter() - start - timing["reshard"]
         try:
             yield self.rollout
         finally:
@@ -121,6 +132,12 @@ class RolloutRole(HybridWorker):
             sync_adapter(adapter, lambda: self.actor.base_weights(dtype), self.rollout, version, bucket_bytes)
         else:
             sync_weights(self.actor.weights(dtype), self.rollout, version, bucket_bytes)
+
+    def generate_canary(self, version: int) -> None:
+        """Generate the tokens that `HybridWorker.compare_canaries` compares with the actor's log-probabilities."""
+        if self.canary_prompts:
+            with self.rollout_phase("canary"):
+                self.canary = generate_canary(self.rollout, self.canary_prompts, version)
 
     def newest_version(self, meta: Mapping[str, Any]) -> int:
         """Version of the weights to generate with; ``meta``: the prompts' meta_info."""
@@ -177,7 +194,8 @@ class RolloutRole(HybridWorker):
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def rollout_metrics(self) -> dict[str, float]:
         """The engine's numbers since the last call, by their names below ``rollout/engine``."""
-        return self.rollout.monitor.take_metrics(self.rollout.totals())
+        metrics = self.rollout.monitor.take_metrics(self.rollout.totals())
+        return metrics if self.canary_difference is None else metrics | {"canary_difference": self.canary_difference}
 
     def fresh_seeds(self, step: int, count: int) -> list[int]:
         """Seeds this rank never used before."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import random
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property
@@ -38,8 +38,10 @@ from verl.utils.device import get_device_name
 from verl.utils.distributed import ensure_process_group
 from verl.utils.import_utils import import_users_modules
 from verl.utils.tokenizer import hf_processor, hf_tokenizer
-from verl.workers.engine import Engine, build_engine
-from verl.workers.rollout.base import RolloutEngine
+from verl.utils.torch_functional import PrecisionType
+from verl.workers.engine import Engine, Want, build_engine
+from verl.workers.rollout.base import RolloutEngine, WeightSyncError
+from verl.workers.rollout.weights.canary import Canary, compare_canaries
 
 # -- Tensors of images and videos, made in the worker with data.return_multi_modal_inputs=false ------------------------
 
@@ -230,6 +232,42 @@ class HybridWorker(EngineWorker):
     reference: Engine | None
     """The frozen reference; None: the actor below its adapter is the reference."""
     rollout: RolloutEngine
+    canary: Canary | None = None
+    """Of the last sync to this process's rollout, until the actor has scored it."""
+    canary_difference: float | None = None
+    """Mean difference of log-probabilities that the last comparison found."""
+
+    def check_own_canaries(self) -> None:
+        """Compare the canaries of the rollouts in the actor's processes, if the actor still has the weights they had.
+
+        All ranks call it together, with the actor on the device.
+
+        Raises:
+            WeightSyncError: a rollout computes with other weights than were synced to it.
+        """
+        if "rollout" not in self.role or not self.config.rollout.canary_prompts or not self.config.hybrid_engine:
+            return
+        own, self.canary = self.canary, None
+        found: list[Canary | None] = [own]
+        if self.actor.topology.world_size > 1:
+            found = [None] * self.actor.topology.world_size
+            torch.distributed.all_gather_object(found, own)
+        canaries = [canary for canary in found if canary is not None]
+        if canaries and all(canary.version == self.actor.version for canary in canaries):
+            try:
+                self.compare_canaries(canaries)
+            except WeightSyncError:
+                self.rollout.invalidate()
+                raise
+
+    def compare_canaries(self, canaries: Sequence[Canary]) -> None:
+        """Score ``canaries`` under the actor's weights, on all ranks, and raise where a rollout has others."""
+        self.canary_difference = compare_canaries(
+            canaries,
+            lambda batch: self.actor.infer(batch, Want.LOG_PROBS).ragged("log_probs"),
+            PrecisionType.to_dtype(self.config.actor.fsdp_config.compute_dtype),
+            self.config.rollout.canary_tolerance,
+        )
 
 
 def model_spec(

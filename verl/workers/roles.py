@@ -209,6 +209,7 @@ class PolicyRole(ReferenceRole, TrainedRole):
             want |= Want.SUM_PI_SQUARED
         data = self.image_inputs.filled(data)
         with self.ledger.phase("log_prob"), self.actor.on_device():
+            self.check_own_canaries()
             scored = self.actor.infer(data, want, rollout.log_prob_split, temperature=rollout.temperature)
         return scored.rename(["log_probs", "entropy"], ["old_log_probs", "entropys"])
 
@@ -224,6 +225,7 @@ class PolicyRole(ReferenceRole, TrainedRole):
         timed = mfu_metrics("actor", self.actor, data, config.ppo_epochs, metrics)
         compared = self.comparison() if self.ppo_loss.want_full_kl else nullcontext()
         with self.ledger.phase("update_actor"), self.actor.on_device(optimizer=True), compared as reference, timed:
+            self.check_own_canaries()  # where no log-probs were computed before
             for mini in self.mini_batches(data, self.actor, MiniBatches.of(config, self.config.rollout.n)):
                 step, scored = self.actor.train_and_score(
                     mini, self.ppo_loss, want, config.update_split, temperature, reference

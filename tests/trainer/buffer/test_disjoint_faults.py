@@ -66,6 +66,15 @@ class ChangingReceiver(FaultyReceiver):
         self.rollout._weights[TENSOR][5, 7] += 1
 
 
+class StaleReceiver(RolloutWorker):
+    """Its last rank computes with other weights than lay in its memory when it confirmed the second transfer."""
+
+    def generate_canary(self, version):
+        if version and self.rank == self.world_size - 1:
+            self.rollout._weights["model.norm.weight"].mul_(0.5)
+        super().generate_canary(version)
+
+
 class DyingSampler(RolloutWorker):
     """Killed while it generates the third batch."""
 
@@ -175,6 +184,12 @@ def test_weights_that_are_not_what_was_sent_are_named(tmp_path, monkeypatch):
     error = failing(tmp_path, monkeypatch, rollout=ChangingReceiver)
     assert place(error) == ("rollout", "receive_weights", 1)
     assert re.search(f"WeightSyncError.*version 1.*not what was sent: .*{TENSOR}", error.cause)
+
+
+def test_a_rollout_that_computes_with_other_weights_than_it_confirmed_is_named(tmp_path, monkeypatch):
+    error = failing(tmp_path, monkeypatch, rollout=StaleReceiver)
+    assert place(error)[:2] == ("actor", "check_canaries")
+    assert re.search("rollout of rank 1 does not compute with the weights of version 1", error.cause)
 
 
 def test_generation_with_weights_that_are_not_held_is_refused(tmp_path, monkeypatch):

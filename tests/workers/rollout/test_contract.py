@@ -9,6 +9,7 @@ import torch
 
 from tests.workers.rollout.conftest import weights_of
 from verl.workers.rollout.base import Request, SamplingParams, StaleWeightsError, WeightSyncError
+from verl.workers.rollout.weights.canary import canary_prompts, generate_canary
 from verl.workers.rollout.weights.sync import sync_weights
 
 ENGINES = ["hf", *(pytest.param(name, marks=getattr(pytest.mark, name)) for name in ("vllm", "sglang"))]
@@ -296,3 +297,14 @@ def test_weights_that_are_read_from_the_folder_are_version_zero(built, ready, re
     rollout.wake()
     with pytest.raises(StaleWeightsError):  # version 0 does not come back by itself
         rollout.generate(requests, 0)
+
+
+def test_a_canary_of_an_engine_has_the_log_probs_of_its_weights(ready, reference):
+    rollout, prompts = ready(), canary_prompts(lambda text: [4 + ord(c) % 90 for c in text], 8, 64)
+    canary = generate_canary(rollout, prompts, version=1)
+    assert canary.version == 1 and len(canary.tokens) == len(prompts) == 8 and max(map(len, prompts)) == 12
+    model = reference("tied")
+    with torch.no_grad():
+        last = torch.stack([model(torch.tensor([prompt])).logits[0, -1] for prompt in prompts]).log_softmax(-1)
+    torch.testing.assert_close(torch.tensor(canary.log_probs), last.max(-1).values, atol=2e-4, rtol=0)
+    assert not rollout.monitor.take_metrics({}).get("requests")

@@ -74,6 +74,8 @@ class DisjointRollout:
         self.version = None
         sent, held = self._on_both(lambda: self.actor_wg.send_weights(self.dtype), self.rollout_wg.receive_weights)
         assert set(held) == {version}, f"ranks of the rollout confirmed {held}, version {version} was sent"
+        if canaries := [canary for canary in self.rollout_wg.take_canary() if canary is not None]:
+            self.actor_wg.check_canaries(canaries)
         self.version, self.transfer = version, sent[0]
         return {"sync_weights": sent[0]["seconds"]}
 
