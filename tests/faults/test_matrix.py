@@ -1,0 +1,110 @@
+"""Each fault at each stage ends the run with its class, its place and its words, soon, and leaves nothing."""
+
+import errno
+import signal
+
+import pytest
+import torch
+
+import verl.trainer.ppo.job  # noqa: F401 - imported once, for all forks
+from tests.faults.harness import Ending, Strike, by, config_of, hangs, leaves, raises, run_cell
+from tests.support.runs import make_task
+from verl.checkpoint import run_state
+from verl.trainer.ppo.ray_trainer import RayPPOTrainer
+from verl.utils.exit_codes import ExitCode
+from verl.workers.disjoint import ActorWorker, RolloutWorker
+
+pytestmark = pytest.mark.ranks
+
+KILLED = by(signal.SIGKILL)
+CODE = ExitCode
+
+
+@pytest.fixture(scope="module")
+def task(tmp_path_factory):
+    return make_task(tmp_path_factory.mktemp("task"))
+
+
+@pytest.fixture
+def ending(task, tmp_path):
+    def of(strike: Strike, **settings) -> Ending:
+        ending = run_cell(config_of(task, tmp_path, **settings), tmp_path, strike)
+        assert ending.strikes >= 1, f"the fault did not strike\n{ending.text[-3000:]}"
+        assert not ending.left, ending.left
+        return ending
+
+    return of
+
+
+def validating(worker, data, *args, **kwargs):
+    return bool(data.meta_info.get("validate"))
+
+
+DIED = {
+    "start": (ActorWorker, "__init__", "actor.__init__"),
+    "load": (RolloutWorker, "init_model", "rollout.init_model"),
+    "log-prob": (ActorWorker, "compute_log_prob", "actor.compute_log_prob"),
+    "update": (ActorWorker, "update_actor", "actor.update_actor"),
+    "save": (ActorWorker, "save_checkpoint", "actor.save_checkpoint"),
+}
+
+
+@pytest.mark.parametrize("stage", DIED)
+def test_a_worker_that_is_killed_is_named_with_the_call_it_was_in(ending, stage):
+    owner, name, where = DIED[stage]
+    ended = ending(Strike(owner, name, KILLED), apart=True, save_freq=1)
+    assert ended.code == CODE.WORKER and f"died while running {where}" in ended.text and "SIGKILL" in ended.text
+    assert ended.seconds < 20
+
+
+WORKER_FAULTS = {
+    "SIGTERM": (by(signal.SIGTERM), CODE.WORKER, "killed by SIGTERM (15)"),
+    "exit(0)": (leaves, CODE.WORKER, "left with exit code 0"),
+    "an exception": (
+        raises(RuntimeError("no such kernel")),
+        CODE.UNEXPECTED,
+        "actor.update_actor failed on",
+    ),
+    "no memory": (raises(MemoryError("for gradients")), CODE.MEMORY, "MemoryError: for gradients"),
+    "no finite numbers": (raises(FloatingPointError("grad_norm is nan")), CODE.UNHEALTHY, "grad_norm is nan"),
+}
+
+
+@pytest.mark.parametrize("fault", WORKER_FAULTS)
+def test_a_fault_of_an_update_has_its_class(ending, fault):
+    action, code, words = WORKER_FAULTS[fault]
+    ended = ending(Strike(ActorWorker, "update_actor", action), apart=True)
+    assert ended.code == code and words in ended.text and ended.seconds < 20, ended.text[-2000:]
+
+
+@pytest.mark.parametrize("fault", ["stopped", "hanging"])
+def test_a_worker_that_does_not_answer_is_named_at_the_timeout(ending, fault):
+    action = {"stopped": by(signal.SIGSTOP), "hanging": hangs}[fault]
+    ended = ending(Strike(ActorWorker, "update_actor", action), apart=True, worker_timeout=3.0)
+    assert ended.code == CODE.WORKER and "actor.update_actor: rank 0 of 1 did not answer" in ended.text
+    assert ("SIGSTOP" if fault == "stopped" else "harness.py") in ended.text and ended.seconds < 20
+
+
+NO_SPACE = OSError(errno.ENOSPC, "No space left on device")
+DRIVER_FAULTS = {
+    "killed in an update": (RayPPOTrainer, "improve", KILLED, -signal.SIGKILL, ""),
+    "killed in a rollout": (RayPPOTrainer, "rollout", KILLED, -signal.SIGKILL, ""),
+    "an exception in advantages": (
+        RayPPOTrainer,
+        "estimate_advantages",
+        raises(KeyError("uid")),
+        CODE.UNEXPECTED,
+        "uid",
+    ),
+    "SIGTERM without checkpoints": (RayPPOTrainer, "rollout", by(signal.SIGTERM), CODE.TERMINATED, ""),
+    "no memory in rewards": (RayPPOTrainer, "score", raises(MemoryError()), CODE.MEMORY, "out of memory"),
+    "a full disk in a save": (run_state, "save_options", raises(NO_SPACE), CODE.CHECKPOINT, "No space left on device"),
+    "a full disk in torch": (torch, "save", raises(NO_SPACE), CODE.CHECKPOINT, "its disk has"),
+}
+
+
+@pytest.mark.parametrize("fault", DRIVER_FAULTS)
+def test_a_fault_of_the_driver_has_its_class(ending, fault):
+    owner, name, action, code, words = DRIVER_FAULTS[fault]
+    ended = ending(Strike(owner, name, action), apart="killed" in fault, save_freq=1 if "disk" in fault else -1)
+    assert ended.code == code and words in ended.text and ended.seconds < 20, ended.text[-2000:]
