@@ -59,21 +59,21 @@ def successes(tmp_path, monkeypatch):
 
 
 @pytest.mark.learning
-@pytest.mark.parametrize("estimator", ["grpo", "gigpo"])
-def test_an_agent_learns_to_cross_the_lake(estimator, successes):
-    scores = successes(**(GIGPO if estimator == "gigpo" else {}))
-    check_learned(f"frozen lake, {estimator}", scores, over=(10, 10))
+def test_an_agent_learns_to_cross_the_lake(successes):
+    check_learned("frozen lake, grpo", successes(), over=(10, 10))
 
 
 @pytest.mark.learning
 def test_without_its_map_half_of_the_lakes_are_the_most(successes):
-    scores = successes(**{f"{KWARGS}__show_map": False})
-    assert len(scores) == STEPS and sum(scores[-10:]) / 10 < 0.6
+    """Two thirds of the steps: with its map a policy is above 0.6 by then."""
+    steps = STEPS * 2 // 3
+    scores = successes(**{f"{KWARGS}__show_map": False, "trainer__total_training_steps": steps})
+    assert len(scores) == steps and sum(scores[-10:]) / 10 < 0.6
 
 
 @pytest.mark.learning
 @pytest.mark.ranks
-def test_an_agent_learns_on_two_ranks(successes):
+def test_an_agent_learns_with_gigpo_on_two_ranks(successes):
     ranks = {"trainer__n_gpus_per_node": 2, f"{ACTOR}__strategy": "fsdp2", f"{ACTOR}__ppo_micro_batch_size_per_gpu": 32}
     check_learned("frozen lake, two ranks", successes(**GIGPO, **ranks), over=(10, 10))
 

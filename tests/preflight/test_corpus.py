@@ -9,6 +9,7 @@ import pytest
 from tests.support.commands import ROOT, calls_of
 from verl.config.command_line import parse
 from verl.preflight.checks import examine
+from verl.utils.import_utils import load_extern_type
 
 from .conftest import BASE, ELSEWHERE, examined, make_model, make_rows
 
@@ -55,7 +56,9 @@ def test_nothing_is_said_about_a_shell_recipe(recipe, there, tmp_path, monkeypat
     """With a model and data of ours in place of those that would have to be downloaded or made."""
     monkeypatch.chdir(ROOT)
     for name, number in (("train", 17_917), ("test", 128)):  # as many as the mathematics of DAPO
-        pq.write_table(pa.Table.from_pylist(make_rows(number)), tmp_path / f"{name}.parquet")
+        has_own = (recipe.parent / "prepare.py").exists()
+        rows = load_extern_type(str(recipe.parent / "prepare.py"), "rows") if has_own else make_rows
+        pq.write_table(pa.Table.from_pylist(rows(number)), tmp_path / f"{name}.parquet")
     make_model(tmp_path / "policy", tokens=260, num_attention_heads=8, max_position_embeddings=32768)
     make_model(tmp_path / "judge", architecture="Qwen2ForSequenceClassification", tokens=260)
     places = {"MODEL": tmp_path / "policy", "JUDGE": tmp_path / "judge", "RUN": tmp_path / "run"}

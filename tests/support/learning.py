@@ -42,7 +42,6 @@ BOUNDS = {
     "a critic on Ray": Bound(0.5, 0.85),
     "vllm, sync": Bound(0.5, 0.85),
     "vllm, async": Bound(0.5, 0.85),
-    "sglang, sync": Bound(0.5, 0.85),
     "sglang, async": Bound(0.5, 0.85),
     "adapter, hf": Bound(0.25, 0.4),  # of 11 runs the worst ends at 0.48, the best at 0.82
     "adapter, vllm": Bound(0.25, 0.4),
@@ -53,9 +52,9 @@ BOUNDS = {
     "partial rollouts": Bound(0.5, 0.85),
     "one step off": Bound(0.5, 0.85),
     "frozen lake, grpo": Bound(0.1, 0.82),  # success; half of the lakes are crossed without reading the map
-    "frozen lake, gigpo": Bound(0.1, 0.89),
     "frozen lake, two ranks": Bound(0.1, 0.89),
     "frozen lake, vllm": Bound(0.1, 0.85),  # 100 steps
+    "tool": Bound(0.1, 0.85),  # 0.7 is the most without reading the answer
     "simulated user": Bound(0.2, 0.8),  # success; two thirds is the most without reading the answer
 }
 

@@ -101,7 +101,7 @@ def calls(toolbox, *made):
 
 def test_tools_of_a_program_are_offered_called_and_end_with_the_run(toolbox_of, program):
     before = set(psutil.Process().children(recursive=True))
-    toolbox = toolbox_of({"numbers": program}, tool_timeout=1.0)
+    toolbox = toolbox_of({"numbers": program}, tool_timeout=3.0)
     assert set(toolbox.tools) == {"add", "slow", "fail", "leave", "search"}
     [schema] = toolbox.schemas(["add"])
     assert schema["function"]["description"] == "Add two numbers."

@@ -32,14 +32,17 @@ def rewards_of(tmp_path, monkeypatch, size="2.5M", **settings):
 
 
 @pytest.mark.learning
-@pytest.mark.parametrize("mode", ["sync", "async"])
 @pytest.mark.parametrize(
-    "engine", [pytest.param(name, marks=getattr(pytest.mark, name)) for name in ("vllm", "sglang")]
+    ("engine", "mode"),
+    [
+        pytest.param(engine, mode, marks=getattr(pytest.mark, engine))
+        for engine, mode in [("vllm", "sync"), ("vllm", "async"), ("sglang", "async")]
+    ],
 )
 def test_grpo_learns_with_another_engine(engine, mode, tmp_path, monkeypatch):
     rollout = {"name": engine, "mode": mode, "calculate_log_probs": True}
     settings = {f"actor_rollout_ref__rollout__{key}": value for key, value in rollout.items()}
-    rewards = rewards_of(tmp_path, monkeypatch, **settings, trainer__total_training_steps=25)
+    rewards = rewards_of(tmp_path, monkeypatch, **settings, trainer__total_training_steps=16)
     check_learned(f"{engine}, {mode}", rewards)
 
 
