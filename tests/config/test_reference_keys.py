@@ -77,8 +77,13 @@ actor_rollout_ref.model.use_prefix_sharing critic.model.use_prefix_sharing
 trainer.controller trainer.log_freq trainer.nonfinite_tolerance trainer.progress_bar trainer.seed
 trainer.max_restarts trainer.restart_wait
 trainer.tracker_kwargs trainer.worker_timeout
-trainer.halt_on ray_init.runtime_env trainer.log_dir trainer.unread_keys trainer.weight_sync_freq
+trainer.halt_on trainer.checkpoint_callback_class
+ray_init.runtime_env trainer.log_dir trainer.unread_keys trainer.weight_sync_freq
 """.split()
+NEW_KEYS += [
+    f"{role}.fsdp_config.full_determinism"
+    for role in ("actor_rollout_ref.actor", "actor_rollout_ref.ref", "critic.model", "reward_model.model")
+]
 NEW_KEYS += [f"trainer.health.{name}" for name in HealthConfig()]
 NEW_KEYS += [f"algorithm.filter_groups.{name}" for name in ("low", "high", "min_std")]
 NEW_KEYS += ["algorithm.reward_shaping.clip_range", "algorithm.sample_mask.error_max_len"]

@@ -107,8 +107,8 @@ def test_the_page_lists_what_is_not_built():
         (f"{M}.tiled_mlp.enabled=true", "tiled MLPs"),
         (f"{O}.disaggregation.enable=true", "prefill and decoding on different devices"),
         (f"{O}.disaggregation.enabled=True", "prefill and decoding on different devices"),
-        (f"{A}.fsdp_config.full_determinism=true", "full determinism"),
-        (f"{A}.fsdp_config.full_determinism=1", "full determinism"),
+        (f"{O}.full_determinism=true", "full determinism"),
+        (f"{O}.full_determinism=1", "full determinism"),
         ("reward_model.enable_resource_pool=true", "devices of the reward model's own"),
         (f"{A}.megatron.param_offload=true", "the Megatron backend"),
         (f"{A}.megatron.use_dist_checkpointing=true", "the Megatron backend"),
@@ -128,7 +128,7 @@ def test_an_option_switched_on_is_refused_by_the_name_of_its_feature(word, name)
 @pytest.mark.parametrize(
     "word",
     [
-        f"{A}.fsdp_config.full_determinism=0",
+        f"{O}.full_determinism=0",
         f"{A}.qat._target_=verl.workers.config.QATEngineConfig",
         f"{M}.mtp.enable='false'",
         "skip.rollout.x=null",

@@ -1,5 +1,6 @@
 """A run that was stopped and resumed equals, bit for bit, the run that never stopped."""
 
+import json
 import os
 import signal
 import subprocess
@@ -77,7 +78,10 @@ def test_resumed_run_equals_the_run_never_stopped(tmp_path, monkeypatch, step):
     )
     assert sorted(resumed) == list(range(step + 1, 6))
     assert all(numbers(resumed[s]) == numbers(whole[s]) for s in resumed)
-    assert_same_checkpoint(tmp_path / "whole" / "global_step_5", tmp_path / "resumed" / "global_step_5")
+    last = [tmp_path / name / "global_step_5" for name in ("whole", "resumed")]
+    assert_same_checkpoint(*last)
+    states = [json.loads((folder / "trainer.json").read_text()) for folder in last]
+    assert states[0]["health"] == states[1]["health"] and states[0]["health"]["steps"] == 5
 
 
 def test_killed_run_resumes_by_the_same_command(tmp_path, monkeypatch):

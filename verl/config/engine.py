@@ -101,6 +101,11 @@ class FSDPConfig(Config):
     """Start to gather the next layer's parameters as soon as the current layer's have arrived: hides communication
     behind computation for one more layer's memory. The backward pass always does."""
 
+    full_determinism: bool = False
+    """Use only algorithms of torch, cuBLAS and flash-attn that repeat bit for bit, so that two runs on one machine are
+    equal; slower on CUDA. Holds for the whole process that has the model, for other roles in it too. An operation that
+    has no such algorithm is named in a warning. See docs/training_engine.md."""
+
     model_dtype: Dtype = "fp32"
     """Format of the master weights the optimizer changes. bf16 halves memory, but small steps are rounded away."""
 

@@ -189,6 +189,11 @@ class TrainerConfig(Config):
     environment says when that is: ``MLP_CURRENT_CAPACITY_BLOCK_EXPIRATION_TIMESTAMP`` or
     ``SAGEMAKER_CURRENT_CAPACITY_BLOCK_EXPIRATION_TIMESTAMP``."""
 
+    checkpoint_callback_class: str | None = None
+    """Class whose ``on_save(trainer, global_step, checkpoint_dir, ...)`` the driver calls after each checkpoint, once
+    it is complete: ``package.module.ClassName`` or ``path/to/file.py:ClassName``, of
+    ``verl.trainer.ppo.checkpoint_callback.CheckpointCallback``. Its exceptions end the run. Null: none."""
+
     resume_mode: Literal["auto", "disable", "resume_path"] = "auto"
     """``auto``: from the newest checkpoint in ``default_local_dir``, if any. ``resume_path``: from
     ``resume_from_path``. ``disable``: from the start."""

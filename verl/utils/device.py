@@ -143,6 +143,19 @@ def get_visible_devices_keyword() -> str:
     return "CUDA_VISIBLE_DEVICES"
 
 
+def use_deterministic_algorithms() -> None:
+    """Have torch, cuBLAS and flash-attn give the same bits for the same numbers, in this process from now on.
+
+    Where torch has no such algorithm for an operation it warns, with the operation's name.
+    """
+    # read when cuBLAS begins, and when flash-attn computes a gradient
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    os.environ["FLASH_ATTENTION_DETERMINISTIC"] = "1"
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.utils.deterministic.fill_uninitialized_memory = False  # a help for finding bugs, at the price of a pass
+    torch.backends.cudnn.benchmark = False
+
+
 def current_device(device: str) -> torch.device:
     """The device of this rank, made current: ``cuda:LOCAL_RANK`` (or the only visible one), or ``cpu``.
 

@@ -34,7 +34,7 @@ from verl.single_controller.base.decorator import Dispatch, register
 from verl.telemetry.memory import Entry, MemoryLedger, bytes_by_place, optimizer_tensors
 from verl.telemetry.metric import FlopsCounter, get_device_flops
 from verl.utils.config import typed_section
-from verl.utils.device import get_device_name
+from verl.utils.device import get_device_name, use_deterministic_algorithms
 from verl.utils.distributed import ensure_process_group
 from verl.utils.import_utils import import_users_modules
 from verl.utils.tokenizer import hf_processor, hf_tokenizer
@@ -171,6 +171,8 @@ class EngineWorker(Worker):
         train: bool,
     ) -> Engine:
         """Build the engine of one role and report its place on ``mesh`` to the dispatcher."""
+        if fsdp_config.full_determinism:
+            use_deterministic_algorithms()
         # without a positive number of its own the schedule is as long as the run
         steps = section.optim.total_training_steps if train else 0
         engine = build_engine(

@@ -108,6 +108,7 @@ def resume_from_path_unused(config: PPOConfig, is_given: IsGiven) -> Iterator[Pr
 def checkpoint_options_without_save_freq(config: PPOConfig, is_given: IsGiven) -> Iterator[Problem]:
     if config.trainer.save_freq <= 0:
         keys = ["trainer.max_actor_ckpt_to_keep"]
+        keys += ["trainer.checkpoint_callback_class"] * bool(config.trainer.checkpoint_callback_class)
         keys += [f"{ACTOR}.checkpoint.{name}" for name in ("save_contents", "async_save")]
         if config.uses_critic:
             keys += ["trainer.max_critic_ckpt_to_keep"]
@@ -282,6 +283,7 @@ _FUNCTIONS_IN_FILES = (
     "actor_rollout_ref.actor.policy_loss.loss_mode",
     "reward_model.reward_manager",
     "actor_rollout_ref.rollout.multi_turn.format",
+    "trainer.checkpoint_callback_class",
 )
 
 
@@ -339,7 +341,7 @@ def _python_files(config: PPOConfig) -> Iterator[Problem]:
         path, _ = split_file_name(name or "") or (None, None)
         if path and not _is_remote(path) and not _exists(path):
             yield Problem(
-                key, f"{key}={name} does not exist: no {path} in {Path.cwd()}. Give a Python file and a function in it."
+                key, f"{key}={name} does not exist: no {path} in {Path.cwd()}. Give a Python file and a name in it."
             )
 
 

@@ -33,6 +33,7 @@ from verl.telemetry.metric import reduce_metrics
 from verl.telemetry.profiler import marked_timer
 from verl.trainer.buffer.rollout_buffer import RolloutBuffer, check_agent_names, engine_metrics, shown_tools, uids
 from verl.trainer.ppo import core_algos
+from verl.trainer.ppo.checkpoint_callback import build_checkpoint_callback
 from verl.trainer.ppo.core_algos import AdvantageEstimator
 from verl.trainer.ppo.early_stop import EarlyStop
 from verl.trainer.ppo.experience import (
@@ -182,6 +183,7 @@ class RayPPOTrainer(RecipeNames):
         self.steps_per_epoch = len(self.train_dataloader)
         self.buffer = RolloutBuffer(config, self.train_dataloader, self.say)
         self.checkpoints = RunCheckpoints(config, self.say, self.timed)
+        self.checkpoint_callback = build_checkpoint_callback(self.config)
         self.nonfinite_guard = NonFiniteGuard(config.trainer.nonfinite_tolerance)
         self.health = HealthMonitor(config, self.total_training_steps)
         self.token_entropy: float | None = None
@@ -569,10 +571,12 @@ class RayPPOTrainer(RecipeNames):
             self.metrics.update(validation)
             self.run_log.progress.validated(step, validation)
         self.finish_saving(wait=False)
-        # a curriculum sampler, and a dataset with on_batch_end; before saving: their state is part of the checkpoint
+        # a curriculum sampler, a dataset with on_batch_end, and health: their state is part of the checkpoint
         for listener, method in ((self.train_dataloader.sampler, "update"), (self.train_dataset, "on_batch_end")):
             if hasattr(listener, method):
                 getattr(listener, method)(batch=batch)
+        self.metrics.update(compute_data_metrics(batch=batch, use_critic=self.use_critic))
+        self.note_health(step)
         ends = self.early_stop.is_due() and not last
         if ends or trainer.save_freq > 0 and (last or step % trainer.save_freq == 0):
             with self.timed("save_checkpoint"):
@@ -585,10 +589,8 @@ class RayPPOTrainer(RecipeNames):
             self.metrics.update(self.memory_report.metrics(idle))
         epoch = (self.buffer.batches_read(step) - 1) // self.steps_per_epoch
         self.metrics.update({"training/global_step": step, "training/epoch": epoch})
-        self.metrics.update(compute_data_metrics(batch=batch, use_critic=self.use_critic))
         self.metrics.update(compute_timing_metrics(batch=batch, timing_raw=self.timing))
         self.metrics.update(compute_throughout_metrics(batch=batch, timing_raw=self.timing, n_gpus=n_gpus))
-        self.note_health(step)
         if last or ends or is_test or step % trainer.log_freq == 0:
             self.run_log.log(step, self.metrics)
         self.run_log.progress.update(step, self.metrics)
@@ -675,8 +677,12 @@ class RayPPOTrainer(RecipeNames):
             self.finish_saving()
 
     def finish_saving(self, wait: bool = True) -> None:
-        """Mark the last saved step complete; without ``wait`` only if it is written already."""
+        """Mark the last saved step complete, and call the user's callback; without ``wait`` only if all is written."""
+        step = self.checkpoints.unfinished
         self.checkpoints.finish(saved_groups(self.worker_groups), wait)
+        if step is not None and self.last_checkpoint == (folder := self.checkpoints.folder(step)):
+            with self.timed("checkpoint_callback"):
+                self.checkpoint_callback.on_save(trainer=self, global_step=step, checkpoint_dir=str(folder))
 
     def load_checkpoint(self) -> None:
         """Continue where ``trainer.resume_mode`` says, at the same prompt, weights and random numbers."""
