@@ -48,7 +48,7 @@ actor_rollout_ref.ref.fsdp_config.optimizer_offload
 actor_rollout_ref.ref.fsdp_config.wrap_policy.transformer_layer_cls_to_wrap
 actor_rollout_ref.rollout.limit_images actor_rollout_ref.rollout.use_fire_sampling
 actor_rollout_ref.rollout.mismatch_threshold actor_rollout_ref.rollout.stall_timeout_s
-actor_rollout_ref.rollout.trace.dir trainer.memory_ledger trainer.dry_run
+actor_rollout_ref.rollout.trace.dir trainer.memory_ledger trainer.dry_run trainer.resume_allow_changes
 actor_rollout_ref.rollout.max_postponements actor_rollout_ref.rollout.max_staleness
 actor_rollout_ref.rollout.over_sample_rate actor_rollout_ref.rollout.partial_rollout
 actor_rollout_ref.rollout.fire_temperature actor_rollout_ref.rollout.fire_top_k

@@ -23,8 +23,8 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
 THINGS = "cat dog sun tree book lamp fish moon star rain road bird cake milk door king".split()
 
 
-def write_prompts(path: Path, rows: int = 64) -> Path:
-    """Prompts in the standard columns; the reward above needs no ground truth."""
+def write_prompts(path: Path, rows: int = 64, first: int = 0) -> Path:
+    """Prompts in the standard columns, numbered from ``first``; the reward above needs no ground truth."""
     records = [
         {
             "data_source": "digits",
@@ -33,7 +33,7 @@ def write_prompts(path: Path, rows: int = 64) -> Path:
             "reward_model": {"style": "rule", "ground_truth": ""},
             "extra_info": {"index": i},
         }
-        for i in range(rows)
+        for i in range(first, first + rows)
     ]
     pq.write_table(pa.Table.from_pylist(records), path)
     return path

@@ -337,7 +337,7 @@ def test_the_hugging_face_copy_alone_can_be_resumed_from_and_is_said(run, capsys
     said = capsys.readouterr().out
     assert "actor: weights of huggingface/" in said and "actor: optimizer, extra not loaded, initialized again" in said
     with pytest.raises(ValueError, match="hf_model holds the adapter merged into the model"):
-        run(**further, actor_rollout_ref__model__lora_rank=4)
+        run(**further, actor_rollout_ref__model__lora_rank=4, trainer__resume_allow_changes=True)
 
 
 def test_a_resumed_run_says_what_was_not_loaded(run, capsys):
@@ -422,6 +422,7 @@ def test_a_resumed_controller_goes_on_and_a_new_kind_begins_at_its_coefficient(r
     on |= {"algorithm__kl_ctrl__horizon": 160}
     run(**on, algorithm__kl_ctrl__kl_coef=0.5, trainer__total_training_steps=1)
     adaptive = {**on, "algorithm__kl_ctrl__type": "adaptive", "algorithm__kl_ctrl__kl_coef": 0.2}
+    adaptive["trainer__resume_allow_changes"] = True
     _, steps = run(**adaptive)
     assert steps[2]["actor/reward_kl_penalty_coeff"] == 0.2
     _, steps = run(**adaptive, trainer__total_training_steps=3)

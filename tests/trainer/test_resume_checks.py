@@ -1,12 +1,15 @@
 """A run that goes on looks at what it goes on from, and says what it found."""
 
 import shutil
+from pathlib import Path
 
 import pytest
 
-from tests.support.runs import make_task, overrides, run_job
+from tests.support.runs import make_task, overrides, run_job, write_prompts
 from tests.trainer.test_resume import assert_same_checkpoint
 from verl.checkpoint.manifest import read_manifest
+from verl.checkpoint.resume_changes import model_identity
+from verl.config.base import ConfigError
 
 RUN = {"trainer__total_training_steps": 3, "trainer__save_freq": 1, "data__train_batch_size": 4}
 
@@ -49,3 +52,41 @@ def test_a_damaged_step_is_passed_over_and_made_again(again, done, capsys):
     assert f"resumed from {folder}/global_step_1: 1 of 3 steps are done" in text
     assert_same_checkpoint(done / "global_step_3", folder / "global_step_3")
     assert set(read_manifest(folder / "global_step_3").files) >= {"data.pt", "trainer.json", "actor/manifest.json"}
+
+
+def test_what_differs_is_listed_and_what_changes_learning_is_refused(again, task, tmp_path, capsys):
+    folder, run = again
+    more = {"trainer__total_training_steps": 4, "actor_rollout_ref__actor__ppo_micro_batch_size_per_gpu": 4}
+    with pytest.raises(ConfigError) as refused:
+        run(**more, actor_rollout_ref__actor__optim__lr=0.033, data__train_batch_size=8)
+    text = str(refused.value)
+    assert "actor_rollout_ref.actor.optim.lr: 0.001 -> 0.033; data.train_batch_size: 4 -> 8. The run would" in text
+    assert "trainer.resume_allow_changes=true" in text and "micro_batch" not in text
+    # as many rows with other content, below the same name
+    rows, other = Path(task["data.train_files"]), write_prompts(tmp_path / "other.parquet", rows=12, first=100)
+    before = rows.read_bytes()
+    try:
+        rows.write_bytes(other.read_bytes())
+        with pytest.raises(ConfigError, match="data.train_files: content of 0 train.parquet -> another. The run"):
+            run(**more)
+        capsys.readouterr()
+        run(**more, trainer__resume_allow_changes=True)
+    finally:
+        rows.write_bytes(before)
+    text = capsys.readouterr().out
+    assert f"{folder}/global_step_3: what differs from the run that saved it: " in text
+    assert "ppo_micro_batch_size_per_gpu: 8 -> 4" in text and "trainer.total_training_steps: 3 -> 4" in text
+    assert "data.train_files: content of 0 train.parquet -> another" in text and "3 of 4 steps are done" in text
+
+
+def test_another_model_of_one_shape_is_noticed(task, tmp_path):
+    model = tmp_path / "model"
+    shutil.copytree(task["actor_rollout_ref.model.path"], model)
+    before = model_identity(str(model))
+    assert before == model_identity(task["actor_rollout_ref.model.path"]) and "model.safetensors" in before
+    weights = model / "model.safetensors"
+    content = bytearray(weights.read_bytes())
+    content[-1] ^= 1
+    weights.write_bytes(content)
+    after = model_identity(str(model))
+    assert [name for name in before if before[name] != after[name]] == ["model.safetensors"]

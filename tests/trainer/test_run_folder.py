@@ -4,6 +4,7 @@ import json
 import os
 import re
 import shlex
+import signal
 import subprocess
 import sys
 import time
@@ -11,11 +12,12 @@ import time
 import pytest
 
 from tests.support.runs import main_ppo, make_task, overrides, run_job
+from verl.config.base import ConfigError
 from verl.config.command_line import parse
 from verl.config.load import load
 from verl.trainer.main_ppo import run_ppo
 from verl.trainer.ppo.run_log import RunLog
-from verl.trainer.run_folder import gpu_options
+from verl.trainer.run_folder import gpu_options, recorded_run
 
 
 @pytest.fixture(scope="module")
@@ -126,3 +128,35 @@ def test_the_first_word_comes_before_hydra_and_torch():
     lines = done.stdout.splitlines()
     assert re.match(r"verl [\d.]+: reading the configuration", lines[0]) and lines[1] == "[]", done.stderr
     assert time.monotonic() - start < 10
+
+
+def test_a_folder_belongs_to_one_run_and_names_it(task, tmp_path):
+    config = load(overrides(task, **settings(tmp_path))).config
+    ready, is_ready = os.pipe()
+    child = os.fork()
+    if child == 0:
+        with recorded_run(config, None), recorded_run(config, None):
+            os.write(is_ready, b"1")
+            time.sleep(60)
+        os._exit(0)
+    try:
+        os.read(ready, 1)
+        with pytest.raises(ConfigError, match=f"belongs to a run that has not ended: process {child} on .*pytest"):
+            with recorded_run(config, None):
+                pass
+        # one that only validates writes no checkpoint
+        with recorded_run(config.with_values({"trainer.val_only": True}), None):
+            pass
+    finally:
+        os.kill(child, signal.SIGKILL)  # freed by the system with its process
+        os.waitpid(child, 0)
+    for _ in range(2):
+        with recorded_run(config, None):
+            pass
+
+
+def test_a_folder_that_cannot_be_written_is_known_before_anything_starts(task, tmp_path):
+    (tmp_path / "run").symlink_to("/proc/nowhere")
+    with pytest.raises(ConfigError, match=r"trainer.default_local_dir=.*/run cannot be written \(.*save_freq=1 saves"):
+        with recorded_run(load(overrides(task, **settings(tmp_path))).config, None):
+            pass

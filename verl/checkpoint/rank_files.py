@@ -22,6 +22,7 @@ from torch import Tensor
 
 from verl.checkpoint.manifest import DamagedCheckpoint, Digest, DigestingFile
 from verl.checkpoint.shards import is_flat, local
+from verl.utils.exit_codes import ExitCode
 
 PARTS = {"model": "model", "optimizer": "optim", "extra": "extra_state"}
 """Parts of a checkpoint that every rank writes -> how their files' names begin."""
@@ -192,6 +193,8 @@ def write_file(content: Any, path: Path) -> Digest:
 
 class NonFiniteWeights(FloatingPointError):
     """Weights that are NaN or infinite were about to be saved."""
+
+    exit_class = ExitCode.UNHEALTHY
 
 
 @torch.no_grad()

@@ -21,10 +21,20 @@ from typing import Any
 import torch
 
 from verl.checkpoint.checkpoint_manager import TRACKER, find_latest_ckpt_path
-from verl.checkpoint.manifest import MANIFEST, DamagedCheckpoint, damaged_files, manifest_of, read_manifest, versions
+from verl.checkpoint.manifest import (
+    MANIFEST,
+    DamagedCheckpoint,
+    damaged_files,
+    fingerprint,
+    manifest_of,
+    read_manifest,
+    versions,
+)
 from verl.checkpoint.rank_files import UNREADABLE, way_back
+from verl.checkpoint.resume_changes import changes, describe_changes, refuse_changes, run_identity
 from verl.checkpoint.rows_file import load_rows, save_rows
 from verl.config.describe import CONFIG_FILE
+from verl.config.ppo import PPOConfig
 from verl.config.trainer import TrainerConfig
 from verl.protocol import DataProto
 from verl.utils import fs
@@ -321,6 +331,7 @@ class RunCheckpoints:
         self.steps: list[int] = []
         self.unfinished: int | None = None
         self.about: dict[str, Any] = {"versions": versions()}
+        self._compared: Path | None = None
 
     def folder(self, step: int) -> Path:
         return step_folder(self.config.trainer.default_local_dir, step).absolute()
@@ -374,6 +385,39 @@ class RunCheckpoints:
                         forget(root, saved)
         except OSError as error:  # a store that fails does not end the run
             self.say(f"{folder} could not be copied to trainer.default_hdfs_dir={root}: {error}")
+
+    def describe_run(self, options: PPOConfig, dataset: Any) -> None:
+        """Note for manifests what the run learns from, and look at the checkpoint it would go on from.
+
+        Args:
+            dataset: of training.
+
+        Raises:
+            ConfigError: that was saved by a run that learned otherwise; see `refuse_changes`.
+        """
+        trainer = options.trainer
+        if "learns_from" in self.about or trainer.resume_mode == "disable" and trainer.save_freq <= 0:
+            return
+        self.about["options"] = fingerprint(options.to_dict())
+        self.about["learns_from"] = run_identity(options, dataset)
+        folder = _local_folder_to_resume(trainer)
+        if folder is not None and not damage_of_step(folder, ()):
+            self.compare(folder.absolute(), options)
+
+    def compare(self, folder: Path, options: PPOConfig) -> None:
+        """Say what differs from the run that saved ``folder``, once.
+
+        Raises:
+            ConfigError: something that changes learning, without ``trainer.resume_allow_changes``.
+        """
+        if folder == self._compared:
+            return
+        self._compared = folder
+        found = changes(folder, options, self.about.get("learns_from", {}))
+        if not (options.trainer.resume_allow_changes or options.trainer.val_only):
+            refuse_changes(folder, found)
+        if found:
+            self.say(f"{folder}: {describe_changes(found)}")
 
     def good_one(self, folder: Path, groups: Mapping[str, Any]) -> Path:
         """Return ``folder`` if nothing of it is damaged; else, with ``resume_mode=auto``, the newest older one.

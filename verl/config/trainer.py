@@ -209,6 +209,11 @@ class TrainerConfig(Config):
     restart_wait: float = option(10.0, read_if("max_restarts"), at_least=0)
     """Seconds before the first restart; each further one waits twice as long, at most ten minutes."""
 
+    resume_allow_changes: bool = False
+    """Go on although the training data (by content), the model or an option that changes learning, a learning rate or
+    batch size for example, is not that of the run that saved the checkpoint. False: such a run is refused; what else
+    differs is listed."""
+
     val_before_train: bool = True
     """Validate before the first step."""
 

@@ -5,15 +5,25 @@ Knows configurations and command lines; neither torch nor a trainer.
 
 from __future__ import annotations
 
+import errno
+import fcntl
+import json
+import logging
+import os
+import socket
+import sys
+import time
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from verl.config.base import ConfigError
 from verl.config.load import check
 from verl.config.ppo import PPOConfig
+from verl.config.trainer import TrainerConfig
 from verl.config.tree import build
-from verl.telemetry.run_record import RunRecord, open_record, recorded
+from verl.telemetry.run_record import RunRecord, mask_text, open_record, recorded
 from verl.utils.config import typed_config
 from verl.utils.process import explanation
 
@@ -28,17 +38,120 @@ _PLACES = (
 )
 """Options that name what a run writes."""
 
+LOCK = "run.lock"
+"""File in the folder of a run that is locked while the run lasts, and says whose it is."""
 
-def recorded_run(config: Any, command_line: Sequence[str] | None) -> AbstractContextManager[RunRecord | None]:
-    """Keep the record of a run of ``config`` while the block runs; see `verl.telemetry.run_record.recorded`."""
+logger = logging.getLogger(__name__)
+
+
+@contextmanager
+def recorded_run(config: Any, command_line: Sequence[str] | None) -> Iterator[RunRecord | None]:
+    """Own the folder of a run of ``config``, and keep its record there, while the block runs.
+
+    See `verl.telemetry.run_record.recorded`.
+
+    Raises:
+        ConfigError: another run has the folder, or checkpoints could not be written there.
+    """
     config = typed_config(config)
-    return recorded(config.trainer.default_local_dir, command_line, config.to_dict(), explanation)
+    folder = _lock(config.trainer)
+    try:
+        with recorded(config.trainer.default_local_dir, command_line, config.to_dict(), explanation) as record:
+            yield record
+    finally:
+        _unlock(folder)
 
 
 def open_run_record(config: Any) -> RunRecord | None:
-    """The record of a run whose trainer a script of the user's drives; None where there is one."""
+    """The record of a run whose trainer a script of the user's drives; None where there is one.
+
+    The folder is its own until the process ends.
+    """
     config = typed_config(config)
+    if _lock(config.trainer) is None:
+        logger.debug("the folder %s is not locked", config.trainer.default_local_dir)
     return open_record(config.trainer.default_local_dir, None, config.to_dict(), is_scoped=False)
+
+
+# -- One run in a folder -----------------------------------------------------------------------------------------------
+
+_held: dict[Path, tuple[int, int]] = {}
+"""Folder -> descriptor of its locked file, and how many blocks need it. A forked child counts as its parent."""
+
+_NOT_LOCKED = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL}
+"""Answers of disks that cannot lock."""
+
+
+def _lock(trainer: TrainerConfig) -> Path | None:
+    """Make the folder of a run this process's own; two runs would replace each other's checkpoints.
+
+    Returns:
+        What `_unlock` takes; None where nothing is locked: a run that only validates, a remote folder, a disk without
+        locks.
+    """
+    if trainer.val_only or "://" in trainer.default_local_dir:
+        return None
+    folder = Path(trainer.default_local_dir).expanduser().absolute()
+    if folder in _held:
+        handle, count = _held[folder]
+        _held[folder] = handle, count + 1
+        return folder
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        handle = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
+    except OSError as error:
+        if trainer.save_freq <= 0:  # nothing is needed there; that no record is kept is said elsewhere
+            return None
+        raise ConfigError(
+            [
+                f"trainer.default_local_dir={trainer.default_local_dir} cannot be written ({error.strerror}), and "
+                f"trainer.save_freq={trainer.save_freq} saves checkpoints there. Name a folder that can be written."
+            ]
+        ) from error
+    try:
+        # a lock of the process, which no forked worker inherits: it ends with the driver, however that ends
+        fcntl.lockf(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        owner = os.read(handle, 1 << 16).decode(errors="replace")
+        os.close(handle)
+        if error.errno in _NOT_LOCKED:
+            logger.warning("%s has no locks (%s): let no second run write to it.", folder, error.strerror)
+            return None
+        raise ConfigError([f"trainer.default_local_dir={trainer.default_local_dir} {_in_use(owner)}"]) from None
+    command = " ".join(map(mask_text, sys.orig_argv))
+    started = time.strftime("%Y-%m-%d %H:%M:%S %z")
+    owner = json.dumps({"host": socket.gethostname(), "pid": os.getpid(), "started": started, "command": command})
+    os.ftruncate(handle, 0)
+    os.write(handle, owner.encode())
+    _held[folder] = handle, 1
+    return folder
+
+
+def _in_use(owner: str) -> str:
+    try:
+        found = json.loads(owner)
+        who = f"process {found['pid']} on {found['host']} since {found['started']}, {found['command']}"
+    except (ValueError, KeyError, TypeError):  # it is about to write its name
+        who = "one that has just started"
+    return (
+        f"belongs to a run that has not ended: {who}. Two runs in one folder replace each other's checkpoints: wait "
+        f"for that one, end it, or name another folder."
+    )
+
+
+def _unlock(folder: Path | None) -> None:
+    if folder is None or folder not in _held:
+        return
+    handle, count = _held[folder]
+    if count > 1:
+        _held[folder] = handle, count - 1
+        return
+    del _held[folder]
+    os.ftruncate(handle, 0)
+    os.close(handle)
+
+
+# -- Commands that start a run again -----------------------------------------------------------------------------------
 
 
 def words_of_config(config: Any) -> list[str]:

@@ -504,6 +504,7 @@ class RayPPOTrainer(RecipeNames):
     def init_workers(self) -> None:
         """Start the worker processes and load the models."""
         self.options = typed_config(self.config)  # a script may have changed its tree since
+        self.checkpoints.describe_run(self.options, self.train_dataset)
         groups = start_worker_groups(
             self.options,
             self.role_worker_mapping,
@@ -691,6 +692,7 @@ class RayPPOTrainer(RecipeNames):
             return
         groups = saved_groups(self.worker_groups)
         folder = self.checkpoints.good_one(folder.absolute(), groups)
+        self.checkpoints.compare(folder, self.options)
         remarks = self.checkpoints.load_groups(folder, groups)
         state = checkpoint.load_driver_state(folder, self.train_dataloader)
         self.global_steps = checkpoint.step_of(folder)
