@@ -34,7 +34,7 @@ def test_command_configuration_environment_and_log_are_there_before_anything_hea
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert done.returncode == 9, done.stderr
     assert {path.name for path in (tmp_path / "run").iterdir()} == {
-        "command.sh", "config.yaml", "environment.json", "run.log"
+        "command.sh", "config.yaml", "environment.json", "run.lock", "run.log"
     }  # fmt: skip
     assert "main_ppo a=1" in (tmp_path / "run" / "run.log").read_text()
     tree = yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())
