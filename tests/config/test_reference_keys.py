@@ -13,7 +13,7 @@ from verl.config.engine import DeepSpeedConfig
 from verl.config.env import EnvConfig
 from verl.config.ppo import PPOConfig
 from verl.config.reward import JudgeConfig, RewardSandboxConfig
-from verl.config.trainer import HealthConfig
+from verl.config.trainer import DeadlinesConfig, HealthConfig
 from verl.config.tree import flatten
 
 HERE = Path(__file__).parent
@@ -114,7 +114,7 @@ NEW_KEYS += [
 ]
 NEW_KEYS += [f"env.{name}" for name, _ in leaves(EnvConfig())]
 NEW_KEYS += [f"actor_rollout_ref.rollout.agent.openai_agent.{name}" for name in ("function", "runs_in", "command")]
-NEW_KEYS += ["trainer.max_time"]
+NEW_KEYS += ["trainer.max_time", *(f"trainer.deadlines.{name}" for name in DeadlinesConfig())]
 """Options that verl's YAML does not have. A change here is a change of the public surface."""
 
 

@@ -6,6 +6,7 @@ import time
 
 from verl.single_controller.base import Worker
 from verl.single_controller.base.decorator import Dispatch, register
+from verl.telemetry.flight_recorder import flight_recorder
 
 
 class Fragile(Worker):
@@ -72,6 +73,12 @@ class Fragile(Worker):
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def sleep_on(self, rank, seconds):
         time.sleep(seconds if self.rank == rank else 0)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def report_progress(self, seconds):
+        for _ in range(int(seconds / 0.05)):
+            flight_recorder().tick()
+            time.sleep(0.05)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def take(self, anything):

@@ -2,6 +2,8 @@
 
 import os
 import pickle
+import re
+import signal
 import time
 
 import pytest
@@ -9,6 +11,7 @@ import pytest
 from tests.single_controller.fragile import Fragile
 from tests.single_controller.roles import Counter
 from verl.protocol import DataProto
+from verl.single_controller import deadlines
 from verl.single_controller.errors import (
     WorkerDied,
     WorkerError,
@@ -83,10 +86,34 @@ def test_a_worker_that_died_between_calls_is_named_by_the_next_call(fragile):
 
 
 def test_a_deadline_names_the_ranks_that_did_not_answer(fragile):
-    fragile.timeout = 0.5
-    with pytest.raises(WorkerTimeout, match=r"Fragile.sleep_on: rank 1 of 2 did not answer within 0.5 s") as caught:
+    fragile.timeout = 1.5
+    with pytest.raises(WorkerTimeout, match=r"Fragile.sleep_on: rank 1 of 2 did not answer within 1.5 s") as caught:
         fragile.sleep_on(1, 1000)
     assert caught.value.ranks == [1] and isinstance(caught.value, TimeoutError)
+    place = r"The driver, at test_a_deadline\w+ \(single_controller/test_failures.py:\d+\), waits in Fragile.sleep_on"
+    assert re.search(rf"{place} for rank 1 of 2.\nRank 1:\n", str(caught.value))
+    assert re.search(r"Its main thread was at sleep_on \(single_controller/fragile.py:\d+\)\.", str(caught.value))
+
+
+def test_a_stopped_worker_is_named_at_once_and_ends_the_call_with_nothing_configured(fragile, monkeypatch, capfd):
+    monkeypatch.setattr(deadlines, "_SLICE_S", 0.2)
+    monkeypatch.setattr(deadlines, "STOPPED_S", 0.5)
+    pid = fragile.pids[1]
+    os.kill(pid, signal.SIGSTOP)
+    with pytest.raises(WorkerTimeout, match="has been stopped by a signal for") as caught:
+        fragile.pid()
+    assert caught.value.ranks == [1] and f"`kill -CONT {pid}` resumes it" in str(caught.value)
+    warning = f"warning: Fragile.pid waits for rank 1 of 2, whose process {pid} is stopped by a signal (SIGSTOP)"
+    assert warning in capfd.readouterr().err
+    assert_soon(lambda: not is_alive(pid))
+
+
+def test_a_call_is_late_when_it_makes_no_progress_and_not_while_it_does(start_local):
+    fragile = start_local(Fragile, fresh=True)
+    fragile.set_deadlines({"other": 0.8})
+    assert fragile.report_progress(2.0) == [None, None]
+    with pytest.raises(WorkerTimeout, match=r"made no progress for 0.8 s, which is more than trainer.deadlines.other"):
+        fragile.sleep_on(0, 1000)
 
 
 def test_a_constructor_that_fails_ends_the_start(start):

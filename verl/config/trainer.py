@@ -107,6 +107,38 @@ class HealthConfig(Config):
 
 
 @dataclass
+class DeadlinesConfig(Config):
+    """Seconds without progress after which a call to the workers ends the run, with the name of the worker.
+
+    Progress is a step of the rollout engine, or a micro-batch; where a call reports none, they count from its begin.
+    Null: twenty times the longest such call so far, 1800 at least, 7200 for load, save and the first call of a kind. 0:
+    no limit.
+    """
+
+    load: float | None = option(None, at_least=0)
+    """Load models and checkpoints."""
+
+    generate: float | None = option(None, at_least=0)
+    """Generate responses with ``rollout.mode=sync``; those of agent loops have ``rollout.stall_timeout_s`` and
+    ``env.episode_timeout``."""
+
+    score: float | None = option(None, at_least=0)
+    """Log-probabilities, values, scores of a reward model."""
+
+    update: float | None = option(None, at_least=0)
+    """Updates of the actor and the critic."""
+
+    sync: float | None = option(None, at_least=0)
+    """Weights for a rollout engine on devices of its own, or for servers."""
+
+    save: float | None = option(None, at_least=0)
+    """Save checkpoints, and wait for those saved in the background."""
+
+    other: float | None = option(None, at_least=0)
+    """All other calls, methods of a user's worker for example."""
+
+
+@dataclass
 class TrainerConfig(Config):
     """The run as a whole."""
 
@@ -303,7 +335,11 @@ class TrainerConfig(Config):
     and ``failed_episodes`` (of more than half of the episodes) have no limit in ``health``."""
 
     worker_timeout: float | None = option(None, above=0)
-    """Seconds a call to the workers may take before the run stops. Null: no limit. No effect on one local worker."""
+    """Seconds any call to the workers may take before the run stops, whether or not it makes progress. Null: as
+    ``deadlines`` say. No effect on one local worker."""
+
+    deadlines: DeadlinesConfig = section(DeadlinesConfig)
+    """Limits of the calls to workers, by class. No effect on one local worker."""
 
     @property
     def world_size(self) -> int:

@@ -121,28 +121,38 @@ class WorkerDied(WorkerGroupError):
 
 
 class WorkerTimeout(WorkerGroupError, TimeoutError):
-    """Some ranks did not answer before the deadline of the group.
+    """Some ranks did not answer before the deadline of their call.
 
     Attributes:
         role, method: of the call.
         ranks: those that have not answered.
         waited: seconds.
-        report: activity of those ranks, where known.
+        why: which limit was passed.
+        report: place of the driver, and activity of those ranks, where known.
     """
 
-    def __init__(self, role: str, method: str, ranks: list[int], world_size: int, waited: float, report: str = ""):
+    def __init__(
+        self,
+        role: str,
+        method: str,
+        ranks: list[int],
+        world_size: int,
+        waited: float,
+        why: str = "",
+        report: str = "",
+    ):
         self.role, self.method, self.ranks = role, method, list(ranks)
-        self.world_size, self.waited, self.report = world_size, waited, report
+        self.world_size, self.waited, self.why, self.report = world_size, waited, why, report
         named = "rank" if len(ranks) == 1 else "ranks"
+        why = why or f"within {waited:.1f} s, the timeout of this group (trainer.worker_timeout)"
         super().__init__(
-            f"{role}.{method}: {named} {', '.join(map(str, ranks))} of {world_size} did not answer within "
-            f"{waited:.1f} s, the timeout of this group. Their Python stacks are on stderr. "
-            "Raise the timeout (trainer.worker_timeout) if the work is just slow; None waits for ever."
+            f"{role}.{method}: {named} {', '.join(map(str, ranks))} of {world_size} did not answer {why}. The stacks "
+            "of all their threads are on stderr. Raise the limit if the work is just slow."
             + (f"\n{report}" if report else "")
         )
 
     def __reduce__(self):
-        return type(self), (self.role, self.method, self.ranks, self.world_size, self.waited, self.report)
+        return type(self), (self.role, self.method, self.ranks, self.world_size, self.waited, self.why, self.report)
 
 
 class WorkerGroupStopped(WorkerGroupError):
@@ -175,12 +185,18 @@ class WorkerDiagnostics:
         if not 0 <= rank < len(self._boxes):
             return ""
         reading, now = self._boxes[rank].read(), time.monotonic()
-        lines = [*_doing(reading, now), *_memory(reading, now)]
+        lines = [*_doing(reading, now), *_place(reading, now), *_memory(reading, now)]
         if (new := oom_kills() - self._kills) > 0:
             lines.append(f"The kernel killed {new} processes {_NO_MEMORY} since this group started.")
         if pid is not None and process_state(pid) == "T":
             lines.append(f"Process {pid} is stopped by a signal (SIGSTOP); `kill -CONT {pid}` resumes it.")
+        if pid is not None and process_state(pid) == "D":
+            lines.append(f"Process {pid} waits in the kernel, for a disk, a network file system or a device (state D).")
         return "\n".join(lines)
+
+    def progress(self, rank: int) -> float:
+        """When the rank reported progress last, of ``time.monotonic``; 0: never, or on another machine."""
+        return self._boxes[rank].read().progress if 0 <= rank < len(self._boxes) else 0.0
 
     def close(self) -> None:
         for box in self._boxes:
@@ -212,6 +228,22 @@ def _doing(reading: Reading, now: float) -> Iterator[str]:
         since = f", since {now - note['since']:.1f} s" if "since" in note else ""
         step = f", the last step finished {now - reading.progress:.1f} s ago" if reading.progress else ""
         yield f"What it was doing: {text}{since}{step}."
+
+
+_SILENT_S = 5.0
+"""Seconds without a sign of life, which comes every second, that say something of a process."""
+
+
+def _place(reading: Reading, now: float) -> Iterator[str]:
+    if not reading.stack:
+        return
+    frames = reading.stack.partition(" < _guarded (")[0]  # the method's own: the frames that called it are the host's
+    yield f"Its main thread was at {frames}."
+    if now - reading.alive > _SILENT_S:
+        yield (
+            f"That was {now - reading.alive:.0f} s ago, and since then no Python code has run in it: it is stopped, or "
+            "runs code that keeps Python's lock."
+        )
 
 
 def _memory(reading: Reading, now: float) -> Iterator[str]:

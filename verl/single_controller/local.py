@@ -29,7 +29,7 @@ from verl.single_controller.base.worker_group import (
     create_colocated_worker_cls,
 )
 from verl.single_controller.channel import ArgumentMessages, Channel, SharedMemoryPool
-from verl.single_controller.errors import StderrTail, WorkerDiagnostics, WorkerDied, WorkerError, WorkerTimeout
+from verl.single_controller.errors import StderrTail, WorkerDiagnostics, WorkerDied, WorkerError
 from verl.single_controller.processes import Child, is_readable
 
 _LIVE: "weakref.WeakSet[ForkedHosts]" = weakref.WeakSet()
@@ -37,6 +37,8 @@ _LIVE: "weakref.WeakSet[ForkedHosts]" = weakref.WeakSet()
 
 _LEAVE_GRACE_S = 2.0
 """Seconds a worker has to leave by itself when its group is stopped in good order."""
+
+_STACK_DUMP_S = 0.2
 
 _DEATH_GRACE_S = 0.5
 """Seconds to look for a death that explains another rank's error."""
@@ -210,22 +212,17 @@ class ForkedHosts(Hosts):
         return calls
 
     def _wait(self, handles: Sequence[Call], timeout: float | None) -> list:
-        begin = time.monotonic()
+        if not handles:
+            return []
+        wait = self._begin_wait(handles, timeout, self._diagnostics, self.pids.__getitem__)
         while waiting := [call for call in handles if not call.done]:
-            left = None if timeout is None else timeout - (time.monotonic() - begin)
-            if left is not None and left <= 0:
-                ranks = sorted({call.rank for call in waiting})
-                for rank in ranks:  # faulthandler prints its stacks to stderr
-                    os.kill(self.pids[rank], signal.SIGUSR1)
-                time.sleep(0.2)
-                known = {rank: self._diagnostics.report(rank, self.pids[rank]) for rank in ranks}
-                report = "\n".join(f"Rank {rank}:\n{text}" for rank, text in known.items() if text)
-                assert timeout is not None
-                raise WorkerTimeout(waiting[0].role, waiting[0].method, ranks, self.world_size, timeout, report)
             # ended ranks come first: they explain the errors of others
-            ready = {self._rank_of[fd] for fd, _ in self._poll.poll(None if left is None else left * 1000)}
+            ready = {self._rank_of[fd] for fd, _ in self._poll.poll(wait.slice_s * 1000)}
             for rank in sorted(ready, key=lambda rank: not self._children[rank].has_ended()):
                 self._receive_from(rank)
+            if not ready and (why := wait.reason_to_stop([call.rank for call in waiting])):
+                raise self._timed_out(waiting, wait, why, _STACK_DUMP_S)
+        wait.finish()
         return [call.outcome() for call in handles]
 
     def _receive_from(self, rank: int) -> None:

@@ -32,7 +32,9 @@ _TOKEN_BYTES = 16
 _HEADER = struct.Struct("=16sQddQ")  # token, number of notes, last sign of life, last progress, resident bytes
 _NOTES, _ALIVE, _PROGRESS, _RSS = 16, 24, 32, 40  # offsets in the header
 _SLOT = 4096
-_SIZE = 64 + 2 * _SLOT
+_STACK = 64 + 2 * _SLOT  # offset of the stack, which is the watchdog's alone to write
+_SIZE = _STACK + _SLOT
+_FRAMES = 8
 
 
 @dataclass(frozen=True)
@@ -46,6 +48,8 @@ class Reading:
     """Last progress of the noted activity."""
     rss: int = 0
     """Resident memory at the last sign of life, bytes."""
+    stack: str = ""
+    """Innermost frames of the main thread at the last sign of life, as ``function (file:line)``, the newest first."""
 
 
 class FlightRecorder:
@@ -92,6 +96,9 @@ class FlightRecorder:
         """Say that this process lives, and how large it is."""
         struct.pack_into("=d", self._memory, _ALIVE, time.monotonic())
         struct.pack_into("=Q", self._memory, _RSS, rss_bytes())
+        text = main_stack().encode()[: _SLOT - 4]
+        struct.pack_into("=I", self._memory, _STACK, len(text))
+        self._memory[_STACK + 4 : _STACK + 4 + len(text)] = text
 
     def read(self) -> Reading:
         """The newest whole note; an empty one if there is none."""
@@ -102,10 +109,23 @@ class FlightRecorder:
             notes = json.loads(self._memory[start + 4 : start + 4 + length]) if number else {}
         except ValueError:  # cut off, or overwritten while it was read
             notes = {}
-        return Reading(notes, alive, progress, rss)
+        (length,) = struct.unpack_from("=I", self._memory, _STACK)
+        stack = self._memory[_STACK + 4 : _STACK + 4 + min(length, _SLOT - 4)].decode(errors="replace")
+        return Reading(notes, alive, progress, rss, stack)
 
     def close(self) -> None:
         self._memory.close()
+
+
+def main_stack() -> str:
+    """The innermost frames of this process's main thread, ``function (folder/file:line) < caller < ...``."""
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    frames: list[str] = []
+    while frame is not None and len(frames) < _FRAMES:
+        parts = frame.f_code.co_filename.split(os.sep)
+        frames.append(f"{frame.f_code.co_name} ({'/'.join(parts[-2:])}:{frame.f_lineno})")
+        frame = frame.f_back
+    return " < ".join(frames)
 
 
 class OwnedRecorder(FlightRecorder):

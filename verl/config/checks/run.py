@@ -174,7 +174,8 @@ def worker_timeout_unused_with_one_local_worker(config: PPOConfig, is_given: IsG
     if not config.actor_rollout_ref.hybrid_engine:
         return
     if config.trainer.controller == "local" and config.trainer.world_size == 1:
-        yield from unused(config, ["trainer.worker_timeout"], is_given, "the one worker runs in the driver's process")
+        keys = ["trainer.worker_timeout", *given_below("trainer.deadlines", config, is_given)]
+        yield from unused(config, keys, is_given, "the one worker runs in the driver's process")
 
 
 @validator("warning")

@@ -6,9 +6,14 @@ ends. A `Hosts` subclass owns the transport: it starts processes, carries one ca
 
 from __future__ import annotations
 
+import os
+import signal
 import threading
+import time
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 
@@ -29,7 +34,8 @@ from verl.single_controller.base.decorator import (
     split_rows,
 )
 from verl.single_controller.base.worker import MESH_POSITIONS, FusedWorker
-from verl.single_controller.errors import WorkerGroupError, WorkerGroupStopped
+from verl.single_controller.deadlines import Deadlines, Wait, waiting_for
+from verl.single_controller.errors import WorkerDiagnostics, WorkerGroupError, WorkerGroupStopped, WorkerTimeout
 
 T = TypeVar("T")
 
@@ -144,6 +150,8 @@ class Hosts(ABC):
     def __init__(self):
         self.failure: WorkerGroupError | None = None
         self.stopped = False
+        self.deadlines = Deadlines()
+        self._sent: weakref.WeakSet = weakref.WeakSet()  # handles that nobody has waited for
         self._lock = threading.RLock()  # threads of the driver take turns: a rank answers one call at a time anyway
 
     def submit(self, role: str, method: str, requests: Sequence[Request], exposed: bool = False) -> list:
@@ -153,15 +161,54 @@ class Hosts(ABC):
             raise WorkerGroupStopped(
                 f"{role}.{method}: the {self.world_size} processes of this group were stopped{why}. Start a new group."
             ) from self.failure
-        return self._stopping_on_failure(lambda: self._submit(role, method, requests, exposed))
+        handles = self._stopping_on_failure(lambda: self._submit(role, method, requests, exposed))
+        if not exposed:
+            self._sent.update(handles)
+        return handles
 
     def wait(self, handles: Sequence, timeout: float | None = None) -> list:
         """Outputs of the handles, in order.
 
+        Args:
+            timeout: seconds the wait may take. None: as long as ``deadlines`` say.
+
         Raises:
             WorkerError, WorkerDied, WorkerTimeout: the first failure, also while other ranks hang.
         """
-        return self._stopping_on_failure(lambda: self._wait(handles, timeout))
+        outputs = self._stopping_on_failure(lambda: self._wait(handles, timeout))
+        self._sent.difference_update(handle for handle in handles if handle in self._sent)
+        return outputs
+
+    def _begin_wait(
+        self, handles: Sequence, timeout: float | None, diagnostics: WorkerDiagnostics, pid: Callable[[int], int | None]
+    ) -> Wait:
+        """The patience of a wait for calls, which have ``role``, ``method`` and ``rank``."""
+        waited_for, first = set(map(id, handles)), handles[0]
+        return Wait(
+            self.deadlines,
+            first.role,
+            first.method,
+            self.world_size,
+            ahead=[(call.role, call.method) for call in self._sent if id(call) not in waited_for],
+            timeout=timeout,
+            progress=diagnostics.progress,
+            pid=pid,
+            describe=lambda rank: diagnostics.report(rank, pid(rank)),
+        )
+
+    def _timed_out(self, late: Sequence, wait: Wait, why: str, grace_s: float) -> WorkerTimeout:
+        """The error of calls that are waited for no longer; their ranks are asked for the stacks of all threads."""
+        ranks = sorted({call.rank for call in late})
+        for rank in ranks:
+            if (pid := wait.pid(rank)) is not None:
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGUSR1)  # faulthandler prints them to stderr
+        time.sleep(grace_s)
+        role, method = late[0].role, late[0].method
+        known = [f"Rank {rank}:\n{text}" for rank in ranks if (text := wait.describe(rank))]
+        place = waiting_for(role, method, ranks, self.world_size)
+        report = "\n".join([f"{place[0].upper()}{place[1:]}.", *known])
+        return WorkerTimeout(role, method, ranks, self.world_size, wait.waited, why, report)
 
     def run(self, role: str, method: str, requests: Sequence[Request], timeout: float | None = None) -> list:
         return self.wait(self.submit(role, method, requests), timeout)
@@ -200,7 +247,7 @@ class WorkerGroup(ABC):
     """All ranks of a role as one object: registered methods of its class are methods of the group.
 
     Attributes:
-        timeout: seconds a call may take; None is no limit. May be changed between calls.
+        timeout: seconds a call may take; None: as `set_deadlines` says. May be changed between calls.
     """
 
     def __init__(
@@ -290,6 +337,10 @@ class WorkerGroup(ABC):
         """Give this group an attribute for each named role: ``group.actor.update()``."""
         for role, view in self.spawn(prefix_set).items():
             setattr(self, role, view)
+
+    def set_deadlines(self, seconds: Mapping[str, float | None]) -> None:
+        """Set limits of the calls to these processes by class; see `verl.single_controller.deadlines`."""
+        self._hosts.deadlines.seconds = dict(seconds)
 
     def stop(self) -> None:
         """End the processes of this group, and of every view of them."""

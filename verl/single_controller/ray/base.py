@@ -14,7 +14,6 @@ import time
 import uuid
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +46,6 @@ from verl.single_controller.errors import (
     WorkerDied,
     WorkerError,
     WorkerGroupError,
-    WorkerTimeout,
     end_of_stderr,
 )
 from verl.single_controller.processes import is_readable, open_pidfd, outcome_by_pidfd
@@ -351,27 +349,29 @@ class RayHosts(Hosts):
     def _wait(self, handles: Sequence, timeout: float | None) -> list:
         # users may bring plain ObjectRefs of their own calls: of those no rank is known
         calls = [h if isinstance(h, _RayCall) else _RayCall(h, -1, "the group", "a call") for h in handles]
-        try:
-            answers = ray.get([call.ref for call in calls], timeout=timeout)
-            return [call.output(answer) for call, answer in zip(calls, answers, strict=True)]
-        except GetTimeoutError:
-            raise self._timeout(calls, timeout or 0.0) from None
-        except RayActorError as error:
-            raise self._death(calls, error) from None
-        except RayTaskError as error:
-            raise self._failure(calls, error) from None
+        if not calls:
+            return []
+        wait = self._begin_wait(calls, timeout, self._diagnostics, self._local_pid)
+        refs = [call.ref for call in calls]
+        while True:
+            try:
+                answers = ray.get(refs, timeout=wait.slice_s)
+                break
+            except GetTimeoutError:
+                _, pending = ray.wait(refs, num_returns=len(refs), timeout=0)
+                late = [call for call in calls if call.ref in pending]
+                if late and (why := wait.reason_to_stop([call.rank for call in late])):
+                    raise self._timed_out(late, wait, why, _STACK_DUMP_S) from None
+            except RayActorError as error:
+                raise self._death(calls, error) from None
+            except RayTaskError as error:
+                raise self._failure(calls, error) from None
+        wait.finish()
+        return [call.output(answer) for call, answer in zip(calls, answers, strict=True)]
 
-    def _timeout(self, calls: list[_RayCall], timeout: float) -> WorkerTimeout:
-        _, late = ray.wait([call.ref for call in calls], num_returns=len(calls), timeout=0)
-        late_calls = [call for call in calls if call.ref in late]
-        for rank in self._watched.keys() & {call.rank for call in late_calls}:
-            with suppress(ProcessLookupError):
-                os.kill(self.pids[rank], signal.SIGUSR1)  # its stacks go to stderr, which Ray shows
-        time.sleep(_STACK_DUMP_S)
-        first, ranks = late_calls[0], [call.rank for call in late_calls]
-        known = {rank: self._diagnostics.report(rank, self.pids[rank]) for rank in ranks if rank in self._watched}
-        report = "\n".join(f"Rank {rank}:\n{text}" for rank, text in known.items() if text)
-        return WorkerTimeout(first.role, first.method, ranks, self.world_size, timeout, report)
+    def _local_pid(self, rank: int) -> int | None:
+        """Process id of a rank on this node."""
+        return self.pids[rank] if rank in self._watched else None
 
     def _failure(self, calls: list[_RayCall], error: RayTaskError) -> WorkerGroupError:
         """Return the error of a method that raised, or the death of a rank just before, which is its cause."""

@@ -243,6 +243,7 @@ def start_worker_groups(
         )
         groups.update(group.spawn(prefix_set=classes.keys()))
     for group in groups.values():
+        group.set_deadlines(config.trainer.deadlines)
         if hasattr(group, "configure"):  # a user's subclass may not have handed them on
             group.configure(settings)
     return {role: groups[str(role)] for role in roles}

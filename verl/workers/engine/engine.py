@@ -33,6 +33,7 @@ from verl.models.loader import ModelSpec, source_dtype
 from verl.models.multimodal import VISION_INPUTS, is_vision_language, modality_tokens, vision_positions
 from verl.models.token_outputs import ReferenceStates, TokenScores
 from verl.protocol import DataProto
+from verl.telemetry.flight_recorder import flight_recorder
 from verl.utils.config import typed_section
 from verl.utils.distributed import all_reduce_numbers
 from verl.workers.engine.micro_batch import (
@@ -263,6 +264,7 @@ class Engine(EngineState):
         """
         results = []
         for number, micro in enumerate(micro_batches):
+            flight_recorder().tick()  # a sign of progress, for the driver that waits
             if step is None:
                 results.append(self._score(micro, outputs))
                 continue
