@@ -234,41 +234,50 @@ def _read_status(status: int) -> int | None:
 
 # -- Linux namespaces (processes, users, network, mounts) and capabilities ---------------------------------------------
 _CLONE_NEWNS, _CLONE_NEWUSER, _CLONE_NEWPID, _CLONE_NEWNET = 0x00020000, 0x10000000, 0x20000000, 0x40000000
+_CLONE_NEWIPC = 0x08000000
 
 NO_NETWORK = _CLONE_NEWUSER | _CLONE_NEWNET
 
-_MS_REC, _MS_SLAVE, _MS_NOSUID_NODEV_NOEXEC = 0x4000, 0x80000, 0xE
+_MS_REC, _MS_SLAVE, _MS_NOSUID_NODEV, _MS_NOSUID_NODEV_NOEXEC = 0x4000, 0x80000, 0x6, 0xE
 _PR_SET_PDEATHSIG, _PR_CAPBSET_DROP, _PR_SET_CHILD_SUBREAPER, _PR_SET_NO_NEW_PRIVS = 1, 24, 36, 38
-_CAP_SYS_ADMIN, _LAST_CAP = 21, 40
+_CAP_SYS_ADMIN, _LAST_CAP, _NOBODY = 21, 40, 65534
 
 
-def leave_namespaces(network: bool, processes: bool = True) -> tuple[bool, bool, bool]:
+def leave_namespaces(network: bool, processes: bool = True, ipc: bool = True) -> tuple[bool, bool, bool]:
     """Leave what the parent shares; returns whether there is a new namespace of (users, processes, network)."""
-    if not processes:
-        return False, False, not network and unshare(NO_NETWORK)
-    flags = _CLONE_NEWPID | (0 if network else _CLONE_NEWNET)
+    net = 0 if network else _CLONE_NEWNET
+    flags = net | (_CLONE_NEWPID if processes else 0) | (0 if ipc else _CLONE_NEWIPC)
     is_admin = int(status_of_self("CapEff") or "0", 16) >> _CAP_SYS_ADMIN & 1
-    if network and is_admin and unshare(flags):
-        return False, True, False  # root keeps its rights on files
+    if network and is_admin and flags and unshare(flags):
+        return False, processes, False  # root keeps its rights on files
     uid, gid = os.getuid(), os.getgid()  # read before: in the new namespace they are nobody's until they are mapped
-    for some in (flags, _CLONE_NEWNET if not network else 0):
+    for some in (flags, net):
         if some and unshare(_CLONE_NEWUSER | some):
+            # without maps nothing below could have a namespace of its own; some systems grant the one, not the other
             with contextlib.suppress(OSError):
                 _write("/proc/self/setgroups", "deny")  # the kernel's condition for mapping the group
-            _write("/proc/self/uid_map", f"{uid} {uid} 1")
-            _write("/proc/self/gid_map", f"{gid} {gid} 1")
+            with contextlib.suppress(OSError):
+                # root goes by the name of nobody: for root's number a namespace below would need a capability
+                _write("/proc/self/uid_map", f"{uid or _NOBODY} {uid} 1")
+                _write("/proc/self/gid_map", f"{gid or _NOBODY} {gid} 1")
             return True, bool(some & _CLONE_NEWPID), bool(some & _CLONE_NEWNET)
     return False, False, False
 
 
-def own_proc() -> None:
-    """Mount a /proc that shows the processes of this namespace, where the system allows it."""
+def own_mounts(folder: str | None = None) -> None:
+    """Mount a /proc that shows the processes of this namespace, where the system allows it.
+
+    Args:
+        folder: gets a file system of its own in memory, as /dev/shm does: what is written there ends with the program.
+    """
     if not unshare(_CLONE_NEWNS):
         return
     libc = ctypes.CDLL(None, use_errno=True)
     # slave first: where / is shared, as under systemd, the new /proc would appear in the whole system
     if libc.mount(None, b"/", None, _MS_REC | _MS_SLAVE, None) == 0:
         libc.mount(b"proc", b"/proc", b"proc", _MS_NOSUID_NODEV_NOEXEC, None)
+        for place, size in ((folder, b"256m"), ("/dev/shm", b"64m")) if folder else ():
+            libc.mount(b"tmpfs", os.fsencode(place), b"tmpfs", _MS_NOSUID_NODEV, b"mode=700,size=" + size)
 
 
 def die_with_parent() -> None:
@@ -354,7 +363,7 @@ def launch() -> None:
     os.execvp(sys.argv[2], sys.argv[2:])
 
 
-def enter(limits: Limits, processes: bool = True) -> tuple[str, ...]:
+def enter(limits: Limits, processes: bool = True, folder: str | None = None) -> tuple[str, ...]:
     """Put this process, a fresh single-threaded child, and all it starts under ``limits``.
 
     It leads a session of its own, dies with its parent, and can gain no rights. Only the program comes back from this
@@ -362,6 +371,8 @@ def enter(limits: Limits, processes: bool = True) -> tuple[str, ...]:
 
     Args:
         processes: with a process namespace of its own; without one, programs below may still have theirs.
+        folder: the folder of a generated program, which gets a file system and shared memory of its own where the
+            kernel grants them; what it may reach besides is for `containment.contain`.
 
     Returns:
         in words, what this system does not grant; empty on a usual Linux.
@@ -376,7 +387,7 @@ def enter(limits: Limits, processes: bool = True) -> tuple[str, ...]:
             _write("/proc/self/oom_score_adj", "1000")
         _prctl(_PR_SET_NO_NEW_PRIVS, 1)
         _prctl(_PR_SET_CHILD_SUBREAPER, 1)  # processes below that lose their parent become this one's
-        has_user, has_pids, has_no_network = leave_namespaces(limits.network, processes)
+        has_user, has_pids, has_no_network = leave_namespaces(limits.network, processes, folder is None)
         if not has_pids:
             missing.append("a process namespace: what moves to a session of its own is found by its parents only")
         if not os.path.exists(f"/proc/self/task/{os.getpid()}/children"):
@@ -394,7 +405,7 @@ def enter(limits: Limits, processes: bool = True) -> tuple[str, ...]:
     os.close(status[0])
     die_with_parent()
     if has_pids:
-        own_proc()
+        own_mounts(folder)
         # pid 1 ignores signals of its own namespace that it does not handle, abort() included: the program is another
         program = os.fork()
         if program:

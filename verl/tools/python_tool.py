@@ -5,7 +5,8 @@ import threading
 from dataclasses import asdict
 from typing import Any
 
-from verl.sandbox.code_runner import MEMORY_MB, PROCESSES
+from verl.sandbox.code_runner import MEMORY_MB, PROCESSES, refuse_uncontained
+from verl.sandbox.containment import is_allowed
 from verl.sandbox.fork_server import ForkServer
 from verl.sandbox.outcomes import Outcome, SandboxError
 from verl.sandbox.supervisor import Limits
@@ -18,7 +19,7 @@ _MARGIN_S = 5.0
 class PythonTool(BlockingTool):
     """Runs a Python program and answers with what it printed.
 
-    Each program has a process of its own, without network where the kernel allows to cut it; whatever it starts ends
+    Each program has a process of its own, contained (`verl.sandbox.containment`) or refused; whatever it starts ends
     with it. Calls share nothing: variables of an earlier one are gone.
 
     ``config``: ``timeout`` (10 s) of a program, ``memory_limit_mb`` (1024), ``output_kb`` (64) that it may print,
@@ -61,9 +62,13 @@ class PythonTool(BlockingTool):
         server = self._take()
         try:
             call_s = self.timeout + _MARGIN_S
-            [found] = server(code, [{"stdin": ""}], asdict(limits), self.output_kb, self.timeout, timeout_s=call_s)
-            return found
+            task, is_free = [{"stdin": ""}], is_allowed()
+            found = server(code, task, asdict(limits), self.output_kb, self.timeout, is_free, timeout_s=call_s)
+            refuse_uncontained(found)
+            return found[0]
         except SandboxError as error:
+            if error.failure.kind is Outcome.RAISED:  # here, not in the program
+                raise
             kind = Outcome.TIMEOUT if error.failure.kind is Outcome.TIMEOUT else Outcome.CRASH
             return {"outcome": kind.value, "output": "", "detail": error.failure.cause}
         finally:
