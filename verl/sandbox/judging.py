@@ -7,18 +7,22 @@ Objects of the program are not asked whether they equal the expected value.
 
 import ast
 import builtins
+import itertools
 import json
 import os
 import socket
 import sys
-from collections.abc import Iterator
+import types
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from verl.sandbox.program import NotData, decode, encode, receive, send
+from verl.sandbox.program import decode, encode, names_of, receive, send
 
 _MODULES = {"np": "numpy", "numpy": "numpy"}
 """Modules beyond the standard library that a test may use without an import of its own."""
+
+_LONGEST_ITERATOR = 1_000_000
 
 
 class ProgramEnded(BaseException):
@@ -72,7 +76,9 @@ def _run(check: Check, link: "_Link") -> None:
     if check.given:
         exec(compile(check.given, "task.py", "exec"), space)
         space.pop(check.entry or "", None)
-    bases = {node.value.id for node in ast.walk(tree) if isinstance(node, ast.Attribute) and _is_name(node.value)}
+    bases = {
+        node.value.id for node in ast.walk(tree) if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name)
+    }
     for name in sorted(bases - _bound(tree) - set(space)):
         # the module itself, whatever the program calls by its name
         if name in _MODULES or name in sys.stdlib_module_names:
@@ -83,7 +89,7 @@ def _run(check: Check, link: "_Link") -> None:
         isinstance(node, ast.Expr)
         and isinstance(node.value, ast.Call)
         and getattr(node.value.func, "id", None) not in own
-        and any(map(_is_name, node.value.args))
+        and any(isinstance(one, ast.Name) for one in node.value.args)
         for node in ast.walk(tree)
     )
     space.update(link.names(sorted(_taken(check, tree, set(space)))))
@@ -94,18 +100,14 @@ def _taken(check: Check, tree: ast.AST, known: set[str]) -> set[str]:
     """Return the names that a test takes from the program."""
     if check.entry is not None and check.given:
         return {check.entry}
-    loaded = {node.id for node in ast.walk(tree) if _is_name(node) and isinstance(node.ctx, ast.Load)}
+    loaded = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)}
     free = loaded - _bound(tree) - known
     taken = {name for name in free if not hasattr(builtins, name)} | ({check.entry} if check.entry else set())
     if taken:
         return taken
     # tasks whose function is called `sum`; not more than one, or `set` in `set(sum(x)) == ...` could be the program's
-    called = {node.func.id for node in ast.walk(tree) if isinstance(node, ast.Call) and _is_name(node.func)}
+    called = {node.func.id for node in ast.walk(tree) if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)}
     return called if len(called) == 1 else set()
-
-
-def _is_name(node: ast.AST) -> bool:
-    return isinstance(node, ast.Name)
 
 
 def _bound(tree: ast.AST) -> set[str]:
@@ -131,6 +133,7 @@ class _Link:
     def __init__(self, channel: socket.socket):
         self.reader, self.writer = channel.makefile("rb"), channel.makefile("wb")
         self.raised: BaseException | None = None
+        self.functions: list[Callable[..., Any]] = []
         self.wants_effects = False
 
     def tell(self, message: dict[str, Any]) -> None:
@@ -140,13 +143,30 @@ class _Link:
             raise ProgramEnded("the program ended before its test did") from None
 
     def hear(self) -> dict[str, Any]:
+        """Return the program's reply; calls of functions that the test handed over are made before."""
+        while "callback" in (reply := self._receive()):
+            self.tell(self._called(reply))
+        return reply
+
+    def _called(self, message: dict[str, Any]) -> dict[str, Any]:
+        number, arguments = message["callback"], message.get("arguments")
+        if not isinstance(number, int) or not 0 <= number < len(self.functions) or not isinstance(arguments, list):
+            raise ProgramEnded("the program called what is no function of the test")
+        try:
+            return {"value": encode(self.functions[number](*map(self._read, arguments)), self._hand_over)}
+        except Unjudgeable:
+            raise
+        except Exception as error:
+            return {"raised": next(iter(names_of(error)), "RuntimeError"), "text": str(error)[:1000]}
+
+    def _receive(self) -> dict[str, Any]:
         try:
             reply = receive(self.reader)
         except (OSError, ValueError, RecursionError) as error:
             raise ProgramEnded(f"the program wrote what is no message: {type(error).__name__}") from None
         if reply is None:
             raise ProgramEnded("the program ended before its test did")
-        if not isinstance(reply, dict) or not ("value" in reply or "raised" in reply):
+        if not isinstance(reply, dict) or not {"value", "raised", "callback"} & reply.keys():
             raise ProgramEnded("the program wrote what is no message")
         return reply
 
@@ -177,10 +197,15 @@ class _Link:
     def _hand_over(self, value: Any) -> dict[str, Any]:
         if isinstance(value, Remote):
             return {"handle": [value._handle]}
+        if isinstance(value, (types.FunctionType, types.BuiltinFunctionType)):
+            self.functions.append(value)
+            return {"function": len(self.functions) - 1}
+        if isinstance(value, Iterator):
+            return {"iterator": [encode(item, self._hand_over) for item in itertools.islice(value, _LONGEST_ITERATOR)]}
         raise Unjudgeable(
-            f"A test hands the program an object of type {type(value).__name__!r}: the program runs in another process "
-            "than its test, and takes numbers, text, lists, tuples, sets, dicts and objects of its own. Build the "
-            "object with a function of the program, or write the test as inputs and outputs."
+            f"A test hands the program an object of type {type(value).__name__!r}. The program runs in another process "
+            "than its test and takes numbers, text, lists, tuples, sets, dicts, functions and objects of its own. "
+            "Build this one with a function of the program, or write the test as inputs and outputs."
         )
 
     def _error(self, reply: dict[str, Any]) -> BaseException:
@@ -292,6 +317,3 @@ def report(check: Check, code: str, channel: socket.socket, verdict: int) -> Non
         found = {"outcome": "memory", "detail": type(error).__name__}
     with os.fdopen(verdict, "w") as file:
         json.dump(found, file)
-
-
-__all__ = ["Check", "NotData", "ProgramEnded", "Remote", "Unjudgeable", "judge_program", "report"]

@@ -52,10 +52,13 @@ def encode(value, stay, depth=0):
     if isinstance(value, dict):
         pairs = list(dict.items(value))
         return {"dict": [[encode(key, stay, depth + 1), encode(item, stay, depth + 1)] for key, item in pairs]}
-    for cls in (bool, int, float, str):
-        if isinstance(value, cls):
-            # without methods of the subclass, which could return another subclass
-            return encode(cls.__str__(value) if cls is str else cls.__pos__(value), stay, depth)
+    # without methods of the subclass, which could return another of its kind
+    if isinstance(value, str):
+        return str.__str__(value)
+    if isinstance(value, float):
+        return float.__pos__(value)
+    if isinstance(value, int):
+        return encode(int.__pos__(value), stay, depth)
     if isinstance(value, (bytes, bytearray)):
         return {"bytearray" if isinstance(value, bytearray) else "bytes": bytes(value).hex()}
     if isinstance(value, type) and getattr(_BUILTINS, value.__name__, None) is value:
@@ -120,10 +123,35 @@ class Answers:
 
     Args:
         space: the program's module.
+        reader, writer: of the channel to the judge.
     """
 
-    def __init__(self, space):
+    def __init__(self, space, reader, writer):
         self.space, self.objects, self.numbers = space, [], {}
+        self.reader, self.writer = reader, writer
+
+    def serve(self):
+        """Answer requests until a message that is none; returns that, None at the end of the channel."""
+        while (request := receive(self.reader)) is not None and "do" in request:
+            try:
+                reply = self.answer(request)
+            except Exception as error:
+                if isinstance(error, MemoryError):
+                    raise
+                traceback.print_exc()
+                reply = {"raised": names_of(error), "text": str(error)[:1000]}
+            send(self.writer, reply)
+        return request
+
+    def call_back(self, number, arguments):
+        """Call a function that the test handed over."""
+        send(self.writer, {"callback": number, "arguments": [encode(one, self.stay) for one in arguments]})
+        reply = self.serve()
+        if reply is None:
+            raise SystemExit(1)
+        if "raised" in reply:
+            raise getattr(_BUILTINS, reply["raised"])(reply["text"])
+        return self.read(reply["value"])
 
     def stay(self, value):
         """Keep an object here; returns its handle."""
@@ -139,7 +167,13 @@ class Answers:
         if not isinstance(value, dict):
             return value
         [(kind, content)] = value.items()
-        return self.objects[content[0]] if kind == "handle" else decode(kind, content, self.read)
+        if kind == "handle":
+            return self.objects[content[0]]
+        if kind == "function":
+            return lambda *arguments: self.call_back(content, arguments)
+        if kind == "iterator":
+            return iter([self.read(item) for item in content])
+        return decode(kind, content, self.read)
 
     def answer(self, request):
         do = request["do"]
@@ -158,7 +192,7 @@ class Answers:
         return {"value": encode(value, self.stay), "after": after}
 
 
-_DEEDS = {
+_DEEDS: dict = {
     "get": getattr,
     "set": setattr,
     "item": lambda on, key: on[key],
@@ -229,23 +263,15 @@ def main():
     channel = open(int(sys.argv[1]), "wb", closefd=False)
     sys.path[:] = sys.argv[2].split(":")
     sys.argv = ["solution.py"]
-    _BUILTINS.exit = _BUILTINS.quit = sys.exit  # which `site` would bring
+    vars(_BUILTINS).update(exit=sys.exit, quit=sys.exit)  # which `site` would bring
     source = receive(reader)["code"]
     module = type(sys)("solution")
     sys.modules["solution"] = module
-    answers = Answers(vars(module))
+    answers = Answers(vars(module), reader, channel)
     try:
         exec(compile(source, "solution.py", "exec"), answers.space)
         send(channel, {"value": "ready"})
-        while (request := receive(reader)) is not None:
-            try:
-                reply = answers.answer(request)
-            except Exception as error:
-                if isinstance(error, MemoryError):
-                    raise
-                traceback.print_exc()
-                reply = {"raised": names_of(error), "text": str(error)[:1000]}
-            send(channel, reply)
+        answers.serve()
     except MemoryError:
         return OUT_OF_MEMORY
     except SystemExit:

@@ -50,7 +50,7 @@ class PythonTool(BlockingTool):
         return ToolResponse(text=self._text(found)), None, {"outcome": found["outcome"]}
 
     def run(self, code: str) -> dict[str, Any]:
-        """Return ``outcome``, ``output`` and ``detail`` of a program, as ``code_runner.run`` does."""
+        """Return ``outcome``, ``output`` and ``detail`` of a program, as ``program_runs.run`` does."""
         limits = Limits(
             wall_s=self.timeout,
             cpu_s=self.timeout,
@@ -80,7 +80,7 @@ class PythonTool(BlockingTool):
             return self._idle.get_nowait()
         except queue.Empty:
             # looser than the limits of the program, which end it and say which
-            server = ForkServer("verl.sandbox.code_runner:run", self.timeout + _MARGIN_S, memory_mb=8 * 1024)
+            server = ForkServer("verl.sandbox.program_runs:run", self.timeout + _MARGIN_S, memory_mb=8 * 1024)
             with self._lock:
                 self._all.append(server)
             return server

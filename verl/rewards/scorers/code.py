@@ -1,5 +1,6 @@
 """Programs: the share of tests that pass, run here or by a sandbox-fusion service."""
 
+import ast
 import json
 import re
 from collections.abc import Mapping
@@ -79,7 +80,8 @@ def compute_score_of_asserts(
     code, prompt = code_block(after_thinking(solution_str)), (extra_info or {}).get("prompt")
     if "test" in gold:
         name = gold["entry_point"]
-        tests = Tests(checks=(f"{gold['test']}\ncheck({name})\n",))
+        given = helpers_of(prompt) if isinstance(prompt, str) else ""
+        tests = Tests(checks=(f"{gold['test']}\ncheck({name})\n",), entry=name, given=given)
         if isinstance(prompt, str):
             code = continued(prompt, code, name)
     # len(), since parquet gives arrays, which have no truth value
@@ -100,6 +102,19 @@ def compute_score_of_asserts(
         *(code, tests, continuous, timeout),
         *(sandbox_fusion_url, concurrent_semaphore, memory_limit_mb or MEMORY_MB, max_concurrent),
     )
+
+
+def helpers_of(prompt: str) -> str:
+    """The head of a function as a program, whose imports and helpers tests may use; empty if it is none.
+
+    With classes it is empty, too: objects of the task's are not those of the program, and tests compare them.
+    """
+    source = f"{prompt}\n    pass\n"
+    try:
+        nodes = list(ast.walk(ast.parse(source)))
+    except (SyntaxError, ValueError, RecursionError):
+        return ""
+    return "" if any(isinstance(node, ast.ClassDef) for node in nodes) else source
 
 
 def continued(prompt: str, code: str, name: str) -> str:
