@@ -163,11 +163,7 @@ class AgentLoopManager:
             load_agent_loops(rollout.agent.agent_loop_config_path)
         agent_loop(rollout.agent.default_agent_loop)  # a wrong name fails before anything is generated
         check_chat_template(self.tokenizer, processor, config)
-        token = secrets.token_urlsafe(24)  # other users of this machine reach its loopback
-        started = worker_group.start_server(token)
-        self.addresses = [answer["address"] for answer in started if answer is not None]
-        self.servers_file = self._publish_addresses(token)
-        self.client = RolloutClient(self.addresses, token, rollout.max_running_requests)
+        self._start_servers()
         self._unseeded_calls = self._batches = 0
         self._known_causes: set[str] = set()
         """Causes of failed episodes that the user has read."""
@@ -175,6 +171,18 @@ class AgentLoopManager:
         # a loop of its own: the driver's thread waits, and checks the workers meanwhile
         self._thread = threading.Thread(target=self._loop.run_forever, name="verl-agent-loops", daemon=True)
         self._thread.start()
+
+    def _start_servers(self) -> None:
+        token = secrets.token_urlsafe(24)  # other users of this machine reach its loopback
+        started = self.worker_group.start_server(token)
+        self.addresses = [answer["address"] for answer in started if answer is not None]
+        self.servers_file = self._publish_addresses(token)
+        self.client = RolloutClient(self.addresses, token, self.rollout.max_running_requests)
+
+    def reconnect(self) -> None:
+        """Serve with new processes of the worker group, in the place of those that died."""
+        asyncio.run_coroutine_threadsafe(self.client.close(), self._loop).result(timeout=10)
+        self._start_servers()
 
     def _publish_addresses(self, token: str) -> Path:
         """Write the servers' addresses and key for agents in other processes; only this user can read the file."""

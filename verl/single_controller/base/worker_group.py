@@ -15,6 +15,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 from verl.protocol import DataProtoFuture
@@ -248,7 +249,11 @@ class WorkerGroup(ABC):
 
     Attributes:
         timeout: seconds a call may take; None: as `set_deadlines` says. May be changed between calls.
+        after_start: called when `restart` has started processes; None: nothing is.
     """
+
+    after_start: Callable[[], Any] | None = None
+    _start_hosts: partial[Hosts] | None = None
 
     def __init__(
         self,
@@ -283,8 +288,8 @@ class WorkerGroup(ABC):
             raise ValueError(f"{type(self).__name__}: the resource pool has no processes; add_node first.")
         self.resource_pool, self.name_prefix, self.device_name = resource_pool, name_prefix, device_name
         roles = classes.roles(name_prefix)
-        hosts = self._start(resource_pool, roles, ray_wait_register_center_timeout, **options)
-        self._adopt(hosts, roles, timeout)
+        self._start_hosts = partial(self._start, resource_pool, roles, ray_wait_register_center_timeout, **options)
+        self._adopt(self._start_hosts(), roles, timeout)
 
     @abstractmethod
     def _start(self, resource_pool: Any, roles: Mapping[str, ClassWithInitArgs], timeout: float, **options) -> Hosts:
@@ -346,9 +351,35 @@ class WorkerGroup(ABC):
         """End the processes of this group, and of every view of them."""
         self._hosts.stop()
 
+    @property
+    def failure(self) -> WorkerGroupError | None:
+        """The first failure of its processes, which ended them all; None: there was none."""
+        return self._hosts.failure
+
+    @property
+    def is_running(self) -> bool:
+        """Whether its processes have neither failed nor been stopped."""
+        return not self._hosts.stopped
+
+    def restart(self) -> None:
+        """Start processes in the place of this group's, whose roles are just built; other views keep the old ones.
+
+        Raises:
+            ValueError: the processes hold other roles too, or were not started by this group.
+        """
+        if self._start_hosts is None or len(self._roles) != 1 or set(self._start_hosts.args[1]) != set(self._roles):
+            raise ValueError(f"restart: the group of {sorted(self._roles)} does not have its processes for itself.")
+        self._hosts.stop()
+        deadlines = self._hosts.deadlines.seconds
+        self._adopt(self._start_hosts(), self._roles, self.timeout)
+        self.set_deadlines(deadlines)
+        if self.after_start is not None:
+            self.after_start()
+
     def _view(self, role: str) -> WorkerGroup:
         # without __init__, which would start processes
         view = object.__new__(type(self))
+        view._start_hosts = self._start_hosts
         view.resource_pool, view.name_prefix, view.device_name = self.resource_pool, self.name_prefix, self.device_name
         view._adopt(self._hosts, {role: (self._roles | self._fused_roles())[role]}, self.timeout)
         return view

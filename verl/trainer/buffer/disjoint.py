@@ -1,17 +1,24 @@
 """Disjoint rollout: the driver's side of a rollout on devices of its own.
 
 Before responses are generated the actor's newest weights are transferred, if they changed; the request names their
-version, and the rollout refuses any other. Knows two worker groups, no prompts and no algorithm.
+version, and the rollout refuses any other. A rollout that dies while it generates is started again and gets the same
+weights and the same request, whose seeds make the responses the same. Knows two worker groups, no prompts and no
+algorithm.
 """
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 from verl.protocol import DataProto, DataProtoFuture
 from verl.single_controller.background import BackgroundCall, run_concurrently
-from verl.single_controller.errors import WorkerError, WorkerGroupError
+from verl.single_controller.errors import WorkerDied, WorkerError, WorkerGroupError
+from verl.workers.rollout.server.client import RolloutServerError
+
+T = TypeVar("T")
 
 Timing = dict[str, float]
 
@@ -41,18 +48,28 @@ class DisjointRollout:
 
     Args:
         engine: the rollout group itself, or the agent loops that call its servers; None: the group.
+        say: prints a message to the user; None: nothing is said.
 
     Attributes:
         version: of the weights that every rank of the rollout has confirmed; None before the first transfer.
         transfer: ``num_bytes`` and ``seconds`` of the last transfer.
+        restart_seconds: taken by starts of the rollout after the first.
     """
 
-    def __init__(self, actor_wg: Any, rollout_wg: Any, engine: Any = None) -> None:
+    def __init__(
+        self, actor_wg: Any, rollout_wg: Any, engine: Any = None, say: Callable[[str], None] | None = None
+    ) -> None:
+        self._say = say or (lambda message: None)
         self.actor_wg, self.rollout_wg, self.engine = actor_wg, rollout_wg, engine or rollout_wg
         self._pending: PendingRollout | None = None
         self.version: int | None = None
         self.transfer: dict[str, float] = {}
-        # open the link between the groups, whose models are loaded
+        self.restart_seconds = 0.0
+        self.dtype = self._open_link()
+
+    def _open_link(self) -> str:
+        """Open the link between the groups, whose models are loaded; return the type of the weights on it."""
+        actor_wg, rollout_wg = self.actor_wg, self.rollout_wg
         on_one_node = len({*actor_wg.node(), *rollout_wg.node()}) == 1
         address, port = actor_wg.open_link(on_one_node)[0]
         receivers = rollout_wg.world_size
@@ -60,7 +77,7 @@ class DisjointRollout:
             lambda: actor_wg.join_link(receivers),
             lambda: rollout_wg.join_link(address, port, receivers),
         )
-        self.dtype = dtypes[0]
+        return dtypes[0]
 
     def sync(self) -> Timing:
         """Transfer the newest weights, unless the rollout holds them already.
@@ -84,10 +101,14 @@ class DisjointRollout:
 
         A batch that was started is finished first, with the weights it started with.
         """
-        seconds = self._prepare(request)
-        batch = self.engine.generate_sequences(request)
-        batch.meta_info["timing"] = {**batch.meta_info.get("timing", {}), **seconds}
-        return batch
+
+        def generate() -> DataProto:
+            seconds = self._prepare(request)
+            batch = self.engine.generate_sequences(request)
+            batch.meta_info["timing"] = {**batch.meta_info.get("timing", {}), **seconds}
+            return batch
+
+        return self._again_if_lost(generate)
 
     def start(self, request: DataProto, steps_done: int) -> PendingRollout:
         """Start to generate under the newest weights, those after ``steps_done`` steps; do not wait."""
@@ -101,9 +122,13 @@ class DisjointRollout:
 
     def serve_rows(self, prompts: DataProto, generate: Any) -> tuple[Any, Timing]:
         """Call `AgentLoopManager.serve_rows` under the newest weights."""
-        seconds = self._prepare(prompts)
-        result, timing = self.engine.serve_rows(prompts, generate)
-        return result, {**timing, **seconds}
+
+        def serve() -> tuple[Any, Timing]:
+            seconds = self._prepare(prompts)
+            result, timing = self.engine.serve_rows(prompts, generate)
+            return result, {**timing, **seconds}
+
+        return self._again_if_lost(serve)
 
     @property
     def client(self) -> Any:
@@ -119,10 +144,47 @@ class DisjointRollout:
         if hasattr(self.engine, "close"):
             self.engine.close()
 
+    def _again_if_lost(self, action: Callable[[], T]) -> T:
+        """Run ``action``; where the rollout dies of it, start the rollout again and run ``action`` once more.
+
+        The second death ends the run: it may be the request that kills.
+        """
+        try:
+            return action()
+        except (WorkerGroupError, RolloutServerError) as error:
+            died = self._death(error)
+            if died is None:
+                raise
+            start = time.monotonic()
+            self._say(f"the rollout is started again, and generates the same batch: {str(died).splitlines()[0]}")
+            self._restart()
+            self.restart_seconds += time.monotonic() - start
+        return action()
+
+    def _death(self, error: Exception) -> WorkerDied | None:
+        """The death of a rollout process behind ``error``, if the actor is well and holds the weights of the batch."""
+        if isinstance(error, RolloutServerError):
+            try:
+                self.rollout_wg.node()
+            except WorkerGroupError:
+                pass  # kept as the group's failure
+        failure = self.rollout_wg.failure
+        # a death in a transfer takes the actor along, which waits for the dead
+        return failure if isinstance(failure, WorkerDied) and self.actor_wg.is_running else None
+
+    def _restart(self) -> None:
+        self.version, self._pending = None, None
+        self.rollout_wg.restart()
+        self.rollout_wg.init_model()
+        self._open_link()
+        if self.engine is not self.rollout_wg:
+            self.engine.reconnect()
+
     def _prepare(self, request: DataProto) -> Timing:
         if self._pending is not None:
             self._pending.result()
             self._pending = None
+        self.rollout_wg.node()  # a death since the last call is found before the actor waits for the dead
         seconds = self.sync()
         request.meta_info["weights_version"] = self.version
         return seconds

@@ -143,7 +143,7 @@ class RolloutBuffer:
                 config, self.engine, tokenizer, processor, trainer_config=trainer_config
             )
         if rollout_wg:
-            self.engine = DisjointRollout(actor_wg, rollout_wg, self.engine)
+            self.engine = DisjointRollout(actor_wg, rollout_wg, self.engine, self.say)
         if rollout.skip_rollout:
             self.engine = RolloutCache(self.engine, config, self.say)
 

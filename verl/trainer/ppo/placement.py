@@ -11,6 +11,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
+from functools import partial
 from typing import Any
 
 from verl.config.ppo import PPOConfig
@@ -246,4 +247,5 @@ def start_worker_groups(
         group.set_deadlines(config.trainer.deadlines)
         if hasattr(group, "configure"):  # a user's subclass may not have handed them on
             group.configure(settings)
+            group.after_start = partial(group.configure, settings)
     return {role: groups[str(role)] for role in roles}
