@@ -111,6 +111,37 @@ def test_shared_memory_holds_a_copy_that_follows_its_source(tmp_path, monkeypatc
     assert open(fs.copy_to_local(str(source), use_shm=True)).read() == "other"
 
 
+def test_a_source_of_the_same_size_and_an_older_time_is_copied_again(tmp_path, monkeypatch):
+    monkeypatch.setattr(fs, "SHM_ROOT", str(tmp_path / "shm"))
+    source = tmp_path / "model"
+    source.mkdir()
+    (source / "weights").write_text("one")
+    for replace in (shutil.copy2, os.replace, lambda new, old: os.system(f"cp -p {new} {old}")):
+        new = tmp_path / "new"
+        new.write_text(str(hash(replace))[:3])
+        os.utime(new, (1, 1))
+        copy = fs.copy_to_local(str(source), use_shm=True)
+        content = new.read_text()
+        replace(new, source / "weights")
+        assert (source / "weights").stat().st_mtime == 1
+        assert (Path(fs.copy_to_local(str(source), use_shm=True)) / "weights").read_text() == content
+    before = os.stat(f"{copy}/weights").st_ino
+    assert fs.copy_to_local(str(source), use_shm=True) == copy and os.stat(f"{copy}/weights").st_ino == before
+
+
+def test_a_copy_in_a_place_of_another_user_is_not_read(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(fs, "SHM_ROOT", str(tmp_path / "shm"))
+    source = tmp_path / "data.txt"
+    source.write_text("one")
+    copy = Path(fs.copy_to_local(str(source), use_shm=True))
+    copy.write_text("two")  # as another user could leave it, where the folder is theirs
+    (tmp_path / "shm").chmod(0o777)
+    assert fs.copy_to_local(str(source), use_shm=True) == str(source) and "others may write to it" in caplog.text
+    (tmp_path / "shm").chmod(0o700)
+    monkeypatch.setattr(fs.os, "getuid", lambda: 12345)
+    assert fs.copy_to_local(str(source), use_shm=True) == str(source) and "belongs to user" in caplog.text
+
+
 def test_shared_memory_that_cannot_be_used_is_reported_and_the_source_used(tmp_path, monkeypatch, caplog):
     monkeypatch.setattr(fs, "SHM_ROOT", "/proc/nowhere")
     source = tmp_path / "data.txt"

@@ -33,7 +33,7 @@ class CriticModelConfig(Config):
 
     use_shm: bool = False
     """Copy the model's folder to /dev/shm, once a node, and let all processes load it from there. The copy stays for
-    the next run (delete /dev/shm/verl-cache); without room for it the folder itself is read, with a warning."""
+    the next run (delete /dev/shm/verl-cache-*); without room for it the folder itself is read, with a warning."""
 
     enable_gradient_checkpointing: bool = True
     """Recompute activations in backward instead of keeping them."""

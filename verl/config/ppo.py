@@ -38,7 +38,7 @@ class ModelConfig(Config):
 
     use_shm: bool = False
     """Copy the model's folder to /dev/shm, once a node, and let all processes load it from there. The copy stays for
-    the next run (delete /dev/shm/verl-cache); without room for it the folder itself is read, with a warning."""
+    the next run (delete /dev/shm/verl-cache-*); without room for it the folder itself is read, with a warning."""
 
     external_lib: str | None = None
     """Module to import in every process before the model is built: registers models, losses or estimators."""

@@ -6,6 +6,7 @@ command where there is one; all else through fsspec, which needs the package of 
 ``gcsfs`` for ``gs://``.
 """
 
+import errno
 import fcntl
 import hashlib
 import json
@@ -13,6 +14,7 @@ import logging
 import os
 import re
 import shutil
+import stat as stat_module
 import subprocess
 import tempfile
 from collections.abc import Callable, Iterator
@@ -22,7 +24,8 @@ from typing import Any
 
 logger = logging.getLogger(__name__)
 
-SHM_ROOT = "/dev/shm/verl-cache"
+_OWN_CACHE = f"verl-cache-{os.getuid()}"
+SHM_ROOT = f"/dev/shm/{_OWN_CACHE}"
 HDFS_PREFIX = "hdfs://"
 # pkg:// names a Python module
 _URL = re.compile(r"(?!pkg:)[A-Za-z][A-Za-z0-9+.-]*://")
@@ -253,7 +256,7 @@ def copy_local_path_from_hdfs(
     """:func:`copy_to_local` without shared memory."""
     if not is_non_local(src):
         return os.path.expanduser(src) if src.startswith("~") else src
-    cache_dir = os.path.expanduser(cache_dir) if cache_dir else os.path.join(tempfile.gettempdir(), "verl-cache")
+    cache_dir = os.path.expanduser(cache_dir) if cache_dir else own_folder(f"{tempfile.gettempdir()}/{_OWN_CACHE}")
     src = src.rstrip("/")
     target = get_local_temp_path(src, cache_dir)
     os.makedirs(os.path.dirname(target), exist_ok=True)
@@ -303,31 +306,52 @@ def _write_whole(target: str, write: Callable[[str], Any]) -> None:
     os.rename(partial, target)
 
 
+def own_folder(path: str) -> str:
+    """Make a folder that no other user can write to, in a place that is everyone's, and return it.
+
+    Raises:
+        PermissionError: it is there already and belongs to another user, or others may write to it.
+    """
+    os.makedirs(path, mode=0o700, exist_ok=True)
+    found = os.lstat(path)
+    if not stat_module.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o022:
+        raise PermissionError(
+            errno.EACCES,
+            f"{path} belongs to user {found.st_uid}, or others may write to it, and this process is user "
+            f"{os.getuid()}: what lies there is not read. Delete it, or let TMPDIR name another place",
+        )
+    return path
+
+
 def copy_to_shm(src: str) -> str:
-    """A copy of a local file or folder under ``/dev/shm``; the path itself, with a warning, if that cannot hold it."""
+    """A copy of a local file or folder under ``/dev/shm``; the path itself, with a warning, if that cannot hold it.
+
+    The copy is this user's own, and is made again when a file of ``src`` is another than the one that was copied.
+    """
     src = os.path.expanduser(src)
     if not os.path.exists(src):
         logger.warning("use_shm=True has no effect for %s: it is not a local path.", src)
         return src
     # links to one model share one copy
     target = get_local_temp_path(os.path.realpath(src), SHM_ROOT)
+    kept = Path(f"{target}.source")
     try:
+        own_folder(SHM_ROOT)
         os.makedirs(os.path.dirname(target), exist_ok=True)
         with _locked(os.path.join(os.path.dirname(target), ".file.lock")):
             there, here = _files(src), _files(target)
-            # a copy of the same sizes that is no older than the file
-            is_current = os.path.exists(target) and here.keys() == there.keys()
-            is_current = is_current and all(
-                here[name].st_size == stat.st_size and here[name].st_mtime >= stat.st_mtime
-                for name, stat in there.items()
-            )
-            if not is_current:
+            # change time and inode too: rsync and cp -p bring other content with an old modification time
+            now = json.dumps({name: [f.st_size, f.st_mtime_ns, f.st_ctime_ns, f.st_ino] for name, f in there.items()})
+            is_current = kept.exists() and kept.read_text(encoding="utf-8") == now
+            is_current = is_current and os.path.exists(target) and here.keys() == there.keys()
+            if not is_current or any(here[name].st_size != stat.st_size for name, stat in there.items()):
                 remove(target)
                 needed = sum(stat.st_size for stat in there.values())
                 free = shutil.disk_usage(os.path.dirname(target)).free
                 if needed > free:
                     raise OSError(f"it takes {needed / 2**30:.2f} GiB, and {free / 2**30:.2f} GiB are free")
                 _write_whole(target, lambda partial: copy(src, partial))
+                kept.write_text(now, encoding="utf-8")  # of before the copy: what changed meanwhile is seen next time
     except OSError as error:
         logger.warning(
             "use_shm=True has no effect for %s: copying it to %s failed (%s). It is read where it is; make room in "
