@@ -16,6 +16,7 @@ from verl.checkpoint.checkpoint_manager import CheckpointManager
 from verl.checkpoint.rank_files import write_file
 from verl.checkpoint.run_state import load_driver_state, save_driver_state
 from verl.models.loader import ModelSpec
+from verl.trainer.ppo.run_log import dump_samples
 from verl.utils.distributed import get_rank
 from verl.workers.engine import build_engine
 
@@ -137,6 +138,19 @@ def test_a_full_disk_is_said_with_what_was_needed(tmp_path, monkeypatch):
     monkeypatch.setattr(hf_folder, "save_file", full)
     with pytest.raises(OSError, match="model-00001.safetensors needs 400 bytes"):
         hf_folder.write_safetensors([("a", torch.zeros(100))], tmp_path)
+
+
+def test_a_full_disk_is_said_of_the_drivers_files_and_of_samples_too(tmp_path):
+    (tmp_path / "trainer.json.part").symlink_to("/dev/full")
+    with pytest.raises(
+        OSError, match=r"trainer.json was not written and its disk has [\d,]+ left. Free some, keep fewer"
+    ):
+        save_driver_state(tmp_path, {"rows": [1]}, {"a": 1})
+    (tmp_path / "3.part").symlink_to("/dev/full")
+    with pytest.raises(
+        OSError, match=r"3.jsonl was not written and .*or keep no samples: trainer.rollout_data_dir=null"
+    ):
+        dump_samples(tmp_path, 3, ["in"], ["out"], [1.0], [None], {})
 
 
 def test_other_errors_of_writing_are_left_as_they_are(tmp_path):

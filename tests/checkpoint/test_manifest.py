@@ -11,10 +11,17 @@ import torch
 from tests.support.losses import optim_section, ppo_loss
 from tests.support.ranks import run_ranks
 from tests.support.tiny_models import make_batch, make_tiny_model, make_tokenizer
-from verl.checkpoint.checkpoint_manager import CheckpointManager
+from verl.checkpoint import hf_folder
+from verl.checkpoint.checkpoint_manager import TRACKER, CheckpointManager
 from verl.checkpoint.manifest import MANIFEST, DamagedCheckpoint, read_manifest
 from verl.checkpoint.rank_files import NonFiniteWeights
-from verl.checkpoint.run_state import RunCheckpoints, mark_complete, save_driver_state, write_step_manifest
+from verl.checkpoint.run_state import (
+    RunCheckpoints,
+    folder_to_resume,
+    mark_complete,
+    save_driver_state,
+    write_step_manifest,
+)
 from verl.models.loader import LoRASpec, ModelSpec
 from verl.workers.engine import build_engine
 
@@ -198,3 +205,32 @@ def test_weights_that_are_not_finite_are_not_saved(model, tmp_path, value):
     ):
         manager.save(tmp_path / "global_step_2" / "actor")
     assert [path.name for path in tmp_path.rglob("actor*")] == ["actor"]
+
+
+def test_an_export_that_is_not_what_was_written_is_not_published(tmp_path, monkeypatch):
+    write = hf_folder.save_file
+
+    def altered(tensors, path, **options):
+        write({name: tensor + (name == "b") for name, tensor in tensors.items()}, path, **options)
+
+    tensors = [("a", torch.full((3,), float("nan"))), ("b", torch.ones(())), ("c", torch.ones(2, dtype=torch.bfloat16))]
+    hf_folder.write_safetensors(tensors, tmp_path)
+    monkeypatch.setattr(hf_folder, "save_file", altered)
+    with pytest.raises(OSError, match="does not hold the same when it is read again: b and 0 more"):
+        hf_folder.write_safetensors(tensors, tmp_path)
+
+
+def test_a_tracker_that_is_lost_or_names_an_older_step_hides_no_checkpoint(run, tmp_path, capsys):
+    root, manager = run
+    shutil.copytree(root, tmp_path / "run")
+    trainer = SimpleNamespace(default_local_dir=str(tmp_path / "run"), resume_mode="auto", default_hdfs_dir=None)
+    trainer.resume_from_path = None
+    (tmp_path / "run" / TRACKER).write_text("1")
+    chosen, said = checkpoints(tmp_path / "run")
+    assert chosen.good_one(folder_to_resume(trainer), groups(manager)).name == "global_step_1"
+    assert said == [f"{tmp_path}/run/{TRACKER} names step 1: later ones are not read, [2]"]
+    (tmp_path / "run" / TRACKER).write_text("7")
+    assert folder_to_resume(trainer).name == "global_step_2"
+    (tmp_path / "run" / TRACKER).unlink()
+    assert folder_to_resume(trainer).name == "global_step_2"
+    assert capsys.readouterr().out.count("names no checkpoint that is there: going on from") == 2

@@ -6,6 +6,7 @@ import pytest
 
 from tests.support.runs import make_task, overrides, read_metrics, run_job
 from verl.checkpoint import run_state
+from verl.checkpoint.manifest import DamagedCheckpoint
 from verl.checkpoint.run_state import TRACKER, mark_complete, step_folder
 
 
@@ -71,6 +72,33 @@ def test_a_step_saved_again_replaces_its_copy_and_dropped_steps_go(tmp_path, sto
     run_state.upload(store, saved(tmp_path / "a", 4), 4)
     run_state.forget(store, 2)
     assert run_state.newest_step(store) == 4 and not memory.exists("/runs/one/global_step_2")
+
+
+def test_a_copy_that_the_store_altered_is_not_named_and_one_that_arrives_so_not_taken(tmp_path, store, monkeypatch):
+    memory = fsspec.filesystem("memory")
+    for step in (2, 4):
+        run_state.write_step_manifest(saved(tmp_path / "a", step), {})
+    run_state.upload(store, tmp_path / "a" / "global_step_2", 2)
+    put = type(memory).put_file
+
+    def altered(self, local, remote, **options):
+        put(self, local, remote, **options)
+        if remote.endswith("model.pt"):
+            self.pipe_file(remote, b"weighty")
+
+    with (
+        monkeypatch.context() as patch,
+        pytest.raises(OSError, match="global_step_4/actor/model.pt does not hold what"),
+    ):
+        patch.setattr(type(memory), "put_file", altered)
+        run_state.upload(store, tmp_path / "a" / "global_step_4", 4)
+    assert run_state.newest_step(store) == 2
+    memory.pipe_file("/runs/one/global_step_2/data.pt", b"positioN")
+    with pytest.raises(DamagedCheckpoint, match="global_step_2: the copy of data.pt does not hold what was written"):
+        run_state.folder_to_resume(trainer(tmp_path / "b", store))
+    assert not (tmp_path / "b" / "global_step_2").exists()
+    mine = saved(tmp_path / "b", 1)
+    assert run_state.folder_to_resume(trainer(tmp_path / "b", store)) == mine
 
 
 def test_a_tracker_that_names_no_step_is_refused(tmp_path, store):

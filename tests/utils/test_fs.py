@@ -23,7 +23,9 @@ with open(os.path.join(root, "log"), "a") as log:
 command, paths = sys.argv[2], [real(arg) for arg in sys.argv[3:] if not arg.startswith("-")]
 if command == "-test":
     sys.exit(0 if os.path.exists(paths[0]) else 1)
-if command == "-mkdir":
+if command == "-cat":
+    sys.stdout.write(open(paths[0]).read())
+elif command == "-mkdir":
     os.makedirs(paths[0], exist_ok=True)
 else:
     if not os.path.exists(paths[0]):
@@ -87,6 +89,17 @@ def test_hdfs_and_local_paths_exist_are_made_and_are_copied(tmp_path, hdfs):
     fs.makedirs(str(tmp_path / "here" / "now"))
     assert fs.copy(str(tmp_path / "out"), str(tmp_path / "here" / "now"))
     assert fs.exists(str(tmp_path / "here" / "now" / "train.parquet"))
+
+
+def test_a_file_of_a_store_is_read_in_pieces(tmp_path, hdfs, memory):
+    (hdfs / "data.txt").write_text("one")
+    (tmp_path / "data.txt").write_text("one")
+    memory.pipe_file("/data.txt", b"one")
+    for path in ("hdfs://data.txt", "memory://data.txt", str(tmp_path / "data.txt")):
+        assert b"".join(fs.pieces(path)) == b"one"
+    for path in ("hdfs://no.txt", "memory://no.txt", str(tmp_path / "no.txt")):
+        with pytest.raises(OSError):
+            list(fs.pieces(path))
 
 
 def test_a_failing_hdfs_command_is_quoted(hdfs):

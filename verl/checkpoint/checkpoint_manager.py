@@ -44,7 +44,7 @@ from verl.checkpoint.manifest import (
     read_manifest,
     versions,
 )
-from verl.checkpoint.rank_files import check_finite, on_host, way_back, write_file
+from verl.checkpoint.rank_files import check_finite, full_disk_is_said, on_host, way_back, write_file
 from verl.checkpoint.shards import Joined, join_optimizer
 from verl.utils.distributed import all_gather_objects, barrier, get_rank, get_world_size, is_node_leader
 from verl.utils.py_functional import derive_seed
@@ -314,7 +314,8 @@ class CheckpointManager:
         huggingface, dtype, is_writer = staged / "huggingface", self.export_dtype(), self.engine.topology.rank == 0
         if is_writer:  # ranks on other nodes write their shards; the model folder is written once
             generates = self.engine.spec.head == "lm"
-            write_config(self.engine.module, huggingface, dtype, self.tokenizer, generates)
+            with full_disk_is_said(huggingface):
+                write_config(self.engine.module, huggingface, dtype, self.tokenizer, generates)
         # here even in_background: gathering weights is collective, and in a thread would meet collectives of training
         if "hf_model" in self.save_contents:
             write_safetensors(self.engine.weights(dtype), huggingface, is_writer)

@@ -1,8 +1,9 @@
 """A model as a Hugging Face folder: config, tokenizer, weights in safetensors; written, and read back to be sure."""
 
 import copy
+import errno
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -37,11 +38,14 @@ def write_config(module: Any, folder: Path, dtype: torch.dtype, tokenizer: Any =
 
 
 def write_safetensors(weights: Iterable[tuple[str, Tensor]], folder: Path, is_writer: bool = True) -> None:
-    """Write tensors as Hugging Face shards of at most 4 GiB.
+    """Write tensors as Hugging Face shards of at most 4 GiB; each is opened again and compared with what was written.
 
     Args:
         weights: iterator of (name, tensor); every rank runs it to its end.
         is_writer: whether this rank writes.
+
+    Raises:
+        OSError: the disk is full, or a file does not hold what was written to it.
     """
     files: dict[Path, list[str]] = {}
     shard: dict[str, Tensor] = {}
@@ -51,6 +55,7 @@ def write_safetensors(weights: Iterable[tuple[str, Tensor]], folder: Path, is_wr
         path = folder / f"model-{len(files) + 1:05d}.safetensors"
         with full_disk_is_said(path, num_bytes(shard)):
             save_file(shard, path, metadata={"format": "pt"})
+        _check_written(path, shard)
         files[path] = list(shard)
         shard.clear()
 
@@ -78,6 +83,25 @@ def write_safetensors(weights: Iterable[tuple[str, Tensor]], folder: Path, is_wr
         place |= dict.fromkeys(names, path.name)
     index = {"metadata": {"total_size": total}, "weight_map": place}
     (folder / _INDEX).write_text(json.dumps(index, indent=2, sort_keys=True))
+
+
+def _check_written(path: Path, tensors: Mapping[str, Tensor]) -> None:
+    with safe_open(path, "pt") as file:
+        wrong = sorted(file.keys() ^ tensors.keys())
+        # as bytes, in which NaN equals itself
+        wrong += [name for name in tensors if not wrong and not _equal_bytes(file.get_tensor(name), tensors[name])]
+    if wrong:
+        raise OSError(
+            errno.EIO,
+            f"{path} was written and does not hold the same when it is read again: {wrong[0]} and "
+            f"{len(wrong) - 1} more tensors differ. Look at its disk, or save to another one",
+        )
+
+
+def _equal_bytes(one: Tensor, other: Tensor) -> bool:
+    if one.dtype != other.dtype or one.shape != other.shape:
+        return False
+    return torch.equal(one.reshape(-1).view(torch.uint8), other.reshape(-1).view(torch.uint8))
 
 
 def has_weights(folder: Path) -> bool:

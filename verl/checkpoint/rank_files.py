@@ -223,9 +223,16 @@ def check_finite(content: Any, skip: Container[str] = ()) -> None:
         )
 
 
+_LESS = (
+    "keep fewer checkpoints (trainer.max_actor_ckpt_to_keep, trainer.max_critic_ckpt_to_keep), leave optimizer or "
+    "hf_model out of checkpoint.save_contents, or point trainer.default_local_dir to another disk. Checkpoints that "
+    "were complete before still are"
+)
+
+
 @contextmanager
-def full_disk_is_said(path: Path, needed: int) -> Iterator[None]:
-    """Turn the error of a writer on a full disk into one that names ``path`` and ``needed``, its bytes."""
+def full_disk_is_said(path: Path, needed: int = 0, way_out: str = _LESS) -> Iterator[None]:
+    """Turn the error of a writer on a full disk into one that names ``path`` and ``needed``, its bytes if known."""
     try:
         yield
     except (OSError, RuntimeError, SafetensorError) as error:
@@ -233,13 +240,8 @@ def full_disk_is_said(path: Path, needed: int) -> Iterator[None]:
         free = shutil.disk_usage(path.parent).free
         if not _says_full(error) and free >= needed:
             raise
-        raise OSError(
-            errno.ENOSPC,
-            f"{path} needs {needed:,} bytes and its disk has {free:,} left. Free some, keep fewer checkpoints "
-            f"(trainer.max_actor_ckpt_to_keep, trainer.max_critic_ckpt_to_keep), leave optimizer or hf_model out of "
-            f"checkpoint.save_contents, or point trainer.default_local_dir to another disk. Checkpoints that were "
-            f"complete before still are",
-        ) from error
+        needs = f"needs {needed:,} bytes" if needed else "was not written"
+        raise OSError(errno.ENOSPC, f"{path} {needs} and its disk has {free:,} left. Free some, {way_out}") from error
 
 
 def _says_full(error: BaseException | None) -> bool:

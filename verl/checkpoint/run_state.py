@@ -8,6 +8,7 @@ resumes from the one before. In a remote store (``trainer.default_hdfs_dir``) a 
 complete, and the tracker file after it: what the tracker names is there whole.
 """
 
+import errno
 import json
 import os
 import re
@@ -25,12 +26,14 @@ from verl.checkpoint.manifest import (
     MANIFEST,
     DamagedCheckpoint,
     damaged_files,
+    digest,
+    digest_of,
     fingerprint,
     manifest_of,
     read_manifest,
     versions,
 )
-from verl.checkpoint.rank_files import UNREADABLE, way_back
+from verl.checkpoint.rank_files import UNREADABLE, full_disk_is_said, way_back
 from verl.checkpoint.resume_changes import changes, describe_changes, refuse_changes, run_identity
 from verl.checkpoint.rows_file import load_rows, save_rows
 from verl.config.describe import CONFIG_FILE
@@ -76,7 +79,13 @@ def folder_to_resume(config: TrainerConfig) -> Path | None:
     step = newest_step(root) if config.resume_mode == "auto" else None
     if step is None or local is not None and step <= step_of(local):
         return local
-    folder = _download(_remote_folder(root, step), config.default_local_dir, step)
+    try:
+        folder = _download(_remote_folder(root, step), config.default_local_dir, step)
+    except DamagedCheckpoint as error:
+        if local is None:
+            raise
+        print(f"{error}. Going on from {local}.")
+        return local
     mark_complete(folder.parent, step)
     return folder
 
@@ -85,8 +94,7 @@ def _local_folder_to_resume(config: TrainerConfig) -> Path | None:
     if config.resume_mode == "disable":
         return None
     if config.resume_mode == "auto":
-        newest = find_latest_ckpt_path(config.default_local_dir)
-        return None if newest is None else Path(newest)
+        return _newest_complete(Path(config.default_local_dir).expanduser())
     path = config.resume_from_path
     if not path:
         raise ValueError(
@@ -98,6 +106,27 @@ def _local_folder_to_resume(config: TrainerConfig) -> Path | None:
     if not folder.exists():
         raise FileNotFoundError(f"trainer.resume_from_path={path} does not exist. Give an existing global_step_<n>.")
     return folder
+
+
+def _newest_complete(root: Path) -> Path | None:
+    """The step that the tracker file names; where it does not help, the newest one whose save was completed."""
+    try:
+        if newest := find_latest_ckpt_path(root):
+            return Path(newest)
+    except FileNotFoundError:
+        if not (steps := complete_steps(root)):
+            raise
+    else:
+        if not (steps := complete_steps(root)):
+            return None
+    folder = step_folder(root, max(steps))
+    print(f"{root / TRACKER} names no checkpoint that is there: going on from {folder}, the newest complete one.")
+    return folder
+
+
+def complete_steps(root: Path) -> list[int]:
+    """Return the numbers of the steps in ``root`` whose manifest, which is written last, is there."""
+    return [step for step in steps_in(root) if (step_folder(root, step) / MANIFEST).exists()]
 
 
 def not_loaded(name: str, load_contents: list[str], has_adapter: bool = False) -> str:
@@ -230,21 +259,30 @@ def drop_emptied(root: str | Path, steps: list[int]) -> list[int]:
 def write_atomic(target: Path, write: Any) -> None:
     """Write a file with ``write(path)`` next to ``target``, flush it to the disk, and rename it to ``target``."""
     part = target.with_name(target.name + ".part")
-    write(part)
-    with open(part, "rb") as file:  # to the disk before the name: else a crash could leave an empty file under it
-        os.fsync(file.fileno())
-    os.replace(part, target)
+    with full_disk_is_said(target):
+        write(part)
+        with open(part, "rb") as file:  # to the disk before the name: else a crash could leave an empty file under it
+            os.fsync(file.fileno())
+        os.replace(part, target)
 
 
 # -- The remote store --------------------------------------------------------------------------------------------------
 
 
 def upload(root: str, folder: Path, step: int) -> None:
-    """Copy the complete folder of a step to the store, and name it the newest there."""
+    """Copy the complete folder of a step to the store, read it there, and name it the newest.
+
+    Raises:
+        OSError: the store failed, or does not hold what was copied; it still names the step before.
+    """
     target = _remote_folder(root, step)
     fs.makedirs(root)
     fs.remove(target)  # of an earlier run through this step; the command would copy into it
     fs.copy(str(folder), target)
+    for path in (path for path in folder.rglob("*") if path.is_file()):
+        there = f"{target}/{path.relative_to(folder).as_posix()}"
+        if digest_of(fs.pieces(there)) != digest(path):
+            raise OSError(errno.EIO, f"{there} does not hold what was copied there, {path}")
     with tempfile.TemporaryDirectory() as place:
         tracker = Path(place) / TRACKER
         tracker.write_text(str(step))
@@ -285,6 +323,14 @@ def _download(source: str, local_root: str, step: int) -> Path:
         shutil.rmtree(partial, ignore_errors=True)
         partial.parent.mkdir(parents=True, exist_ok=True)
         fs.copy(source, str(partial))
+        for part in (partial, *(path.parent for path in partial.glob(f"*/{MANIFEST}"))):
+            manifest = read_manifest(part)
+            for name, problem in damaged_files(part, manifest).items() if manifest else ():
+                raise DamagedCheckpoint(
+                    f"{source}: the copy of {(part / name).relative_to(partial)} {problem}. Start again if the "
+                    f"connection may be at fault, or name an older step of the store: "
+                    f"trainer.resume_mode=resume_path trainer.resume_from_path=.../global_step_<n>"
+                )
         partial.rename(folder)  # under its name only when it is whole
     return folder
 
@@ -428,6 +474,11 @@ class RunCheckpoints:
             DamagedCheckpoint: none can be used, or the named one cannot.
         """
         wrong: dict[Path, str] = {}
+        later = [step for step in complete_steps(folder.parent) if step > step_of(folder)]
+        if later and self.config.trainer.resume_mode == "auto":
+            self.say(
+                f"{folder.parent / TRACKER} names step {step_of(folder)}: later ones are not read, {sorted(later)}"
+            )
         for candidate in self._candidates(folder):
             damage = damage_of_step(candidate, groups)
             for name, group in groups.items() if not damage else ():

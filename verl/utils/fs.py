@@ -27,6 +27,7 @@ logger = logging.getLogger(__name__)
 _OWN_CACHE = f"verl-cache-{os.getuid()}"
 SHM_ROOT = f"/dev/shm/{_OWN_CACHE}"
 HDFS_PREFIX = "hdfs://"
+_PIECE = 4 << 20
 # pkg:// names a Python module
 _URL = re.compile(r"(?!pkg:)[A-Za-z][A-Za-z0-9+.-]*://")
 _PACKAGES = {"s3": "s3fs", "s3a": "s3fs", "gs": "gcsfs", "gcs": "gcsfs", "abfs": "adlfs", "az": "adlfs", "oss": "ossfs"}
@@ -93,6 +94,29 @@ def find(pattern: str) -> list[str]:
         return sorted(line for line in listed.stdout.splitlines() if line) if listed.returncode == 0 else []
     store, place = _store(pattern)
     return sorted(store.unstrip_protocol(name) for name in store.glob(place) if store.isfile(name))
+
+
+def pieces(path: str) -> Iterator[bytes]:
+    """Yield the content of a local or remote file, some MiB at a time.
+
+    Raises:
+        OSError: it is not there, or cannot be read.
+    """
+    if _by_command(path):
+        command = [str(_program()), "dfs" if _program() == "hdfs" else "fs", "-cat", path]
+        with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
+            assert process.stdout is not None
+            yield from iter(lambda: process.stdout.read(_PIECE), b"")
+        if process.returncode:
+            raise OSError(f"`{' '.join(command)}` ended with code {process.returncode}")
+        return
+    if is_remote(path):
+        store, place = _store(path)
+        opened = store.open(place, "rb")
+    else:
+        opened = open(os.path.expanduser(path), "rb")
+    with opened as file:
+        yield from iter(lambda: file.read(_PIECE), b"")
 
 
 def remove(path: str) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from verl.checkpoint.rank_files import full_disk_is_said
 from verl.config.ppo import PPOConfig
 from verl.protocol import DataProto
 from verl.telemetry.progress import Progress
@@ -82,6 +83,9 @@ def ground_truths(batch: DataProto) -> list[Any]:
     return [row.get("ground_truth") if isinstance(row, dict) else None for row in rows]
 
 
+_NO_SAMPLES = "or keep no samples: trainer.rollout_data_dir=null trainer.validation_data_dir=null"
+
+
 def dump_samples(
     folder: str | Path,
     step: int,
@@ -102,7 +106,7 @@ def dump_samples(
     path = folder / f"{step}.jsonl"
     extra = {name: values for name, values in columns.items() if len(values) == len(inputs)}
     part = path.with_suffix(".part")
-    with open(part, "w", encoding="utf-8") as file:
+    with full_disk_is_said(path, way_out=_NO_SAMPLES), open(part, "w", encoding="utf-8") as file:
         samples = []
         for i, (text, output, score, truth) in enumerate(zip(inputs, outputs, scores, gold, strict=True)):
             samples.append({"input": text, "output": output, "gts": truth, "score": score, "step": step})
