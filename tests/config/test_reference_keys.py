@@ -99,6 +99,7 @@ NEW_KEYS += [
     for role in ("actor_rollout_ref.actor", "actor_rollout_ref.ref", "critic", "reward_model")
     for name in DeepSpeedConfig()
 ]
+NEW_KEYS += [f"trainer.{name}" for name in ("on_nonfinite", "dump_steps")]
 NEW_KEYS += [f"actor_rollout_ref.rollout.canary_{name}" for name in ("prompts", "tolerance")]
 NEW_KEYS += [f"reward_model.judge.{name}" for name in JudgeConfig()]
 NEW_KEYS += [

@@ -323,6 +323,11 @@ class TrainerConfig(Config):
     measures and weighs the difference); validation, and the first step after a resume, always sync. Needs
     ``rollout.free_cache_engine=false``, ``rollout.mode=sync`` and ``hybrid_engine``."""
 
+    on_nonfinite: Literal["stop", "skip"] = "stop"
+    """A row with NaN or infinity among its log-probs, values or weights of the loss: stop the run, naming sample and
+    token, or leave the row out of the update and count it as ``training/nonfinite_rows``. Rewards are those of
+    ``reward_model.on_error``, gradients of ``nonfinite_tolerance``."""
+
     nonfinite_tolerance: int = option(3, at_least=1)
     """Stop after this many training steps in a row were skipped for a gradient that is not finite."""
 

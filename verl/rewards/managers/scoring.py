@@ -253,7 +253,12 @@ def _check(rewards: Any, data: DataProto, manager: str) -> None:
         )
     if not torch.isfinite(rewards.sum()):  # one reduction; the rows are looked for only where it fails
         rows = (~torch.isfinite(rewards)).any(-1).nonzero()[:, 0].tolist()
-        raise ValueError(f"Reward manager {manager} returned rewards that are not finite, in rows {rows[:10]}.")
+        place = int((~torch.isfinite(rewards[rows[0]])).nonzero()[0])
+        uid = data.non_tensor_batch["uid"][rows[0]] if "uid" in data.non_tensor_batch else None
+        raise ValueError(
+            f"Reward manager {manager} returned rewards that are not finite, in rows {rows[:10]}: the first is "
+            f"{rewards[rows[0], place].item()} at response token {place + 1} of row {rows[0]} (uid={uid})."
+        )
 
 
 # -- Whether each data source has a scorer, checked before a model is loaded ----------------------------------------

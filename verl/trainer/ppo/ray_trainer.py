@@ -57,6 +57,7 @@ from verl.trainer.ppo.metric_utils import (
     compute_timing_metrics,
     validate,
 )
+from verl.trainer.ppo.nonfinite import NonFiniteGuard
 from verl.trainer.ppo.placement import (
     ResourcePoolManager,
     Role,
@@ -76,7 +77,7 @@ from verl.trainer.ppo.rollout_correction import (
     reject_tokens,
     weigh_tokens,
 )
-from verl.trainer.ppo.run_log import NonFiniteGuard, RunLog, texts
+from verl.trainer.ppo.run_log import RunLog, texts
 from verl.trainer.ppo.trajectories import JoinedTrajectories, trajectory_sums
 from verl.trainer.restarts import note_step
 from verl.utils.config import adopt_config, typed_config
@@ -184,7 +185,8 @@ class RayPPOTrainer(RecipeNames):
         self.buffer = RolloutBuffer(config, self.train_dataloader, self.say)
         self.checkpoints = RunCheckpoints(config, self.say, self.timed)
         self.checkpoint_callback = build_checkpoint_callback(self.config)
-        self.nonfinite_guard = NonFiniteGuard(config.trainer.nonfinite_tolerance)
+        keys = config.trainer
+        self.nonfinite_guard = NonFiniteGuard(keys.nonfinite_tolerance, keys.on_nonfinite, tokenizer.decode)
         self.health = HealthMonitor(config, self.total_training_steps)
         self.token_entropy: float | None = None
         self.has_warned_unused_reward = False
@@ -358,6 +360,7 @@ class RayPPOTrainer(RecipeNames):
         elif not (self.skips_old_log_probs and self.updates_actor):
             with self.timed("old_log_prob"):
                 batch = self.with_log_probs(batch, self.actor_wg.compute_log_prob(batch))
+        self.check_finite(batch)  # before weights, which are normalized over the batch
         self.metrics.update(weigh_tokens(batch, self.correction))
         if self.use_reference_policy and need_ref_log_prob(self.options):
             with self.timed("ref"):
@@ -365,7 +368,13 @@ class RayPPOTrainer(RecipeNames):
         if self.use_critic:
             with self.timed("values"):
                 batch = batch.union(self.critic_wg.compute_values(batch))
+        self.check_finite(batch)
         return batch
+
+    def check_finite(self, batch: DataProto) -> None:
+        """Find rows with NaN or infinity, and do as ``trainer.on_nonfinite`` says."""
+        for name, rows in self.nonfinite_guard.check_columns(batch, self.global_steps).items():
+            self.metrics[name] = self.metrics.get(name, 0) + rows
 
     def with_log_probs(self, batch: DataProto, scored: DataProto) -> DataProto:
         """Add ``old_log_probs`` (B, R) as the actor has ``scored`` them, and record entropy and mismatch."""
