@@ -57,6 +57,12 @@ def _trajectories(words: list[str]) -> int:
     return main(words)
 
 
+def _replay(words: list[str]) -> int:
+    from verl.trainer.ppo.replay import main
+
+    return main(words)
+
+
 def _merge(words: list[str]) -> int:
     from verl.model_merger.__main__ import main
 
@@ -88,6 +94,7 @@ COMMANDS: dict[str, Command] = {
     "config": Command("options: their meaning and values, and how two configurations differ", _config),
     "roll": Command("train from a configuration written for ROLL, or show its command line", _roll),
     "trajectories": Command("show what the policy did: trajectories of a run as text or one page", _trajectories),
+    "replay": Command("compute a recorded training step again, and find the row that breaks it", _replay),
     "merge": Command("make a Hugging Face folder of a run's newest checkpoint: verl merge RUN", _merge),
     "completion": Command("completion for bash or zsh: source <(verl completion bash)", _completion),
 }

@@ -323,6 +323,10 @@ class TrainerConfig(Config):
     measures and weighs the difference); validation, and the first step after a resume, always sync. Needs
     ``rollout.free_cache_engine=false``, ``rollout.mode=sync`` and ``hybrid_engine``."""
 
+    dump_steps: list[int] = option([])
+    """Training steps to write as a whole, with rows and weights, to ``steps/step_N`` in ``default_local_dir``;
+    `verl replay` computes such a step again. A step that fails, or has no finite gradient, is written in any case."""
+
     on_nonfinite: Literal["stop", "skip"] = "stop"
     """A row with NaN or infinity among its log-probs, values or weights of the loss: stop the run, naming sample and
     token, or leave the row out of the update and count it as ``training/nonfinite_rows``. Rewards are those of

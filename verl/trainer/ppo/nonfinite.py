@@ -84,13 +84,17 @@ class NonFiniteGuard:
         value = float(values[place])
         return f"{sample_name(batch, row)} at response token {place + 1} of {len(values)} (id {token}{text}: {value})"
 
-    def check(self, step: int, metrics: Mapping[str, float]) -> list[str]:
-        """Count a finished step by its metrics; returns the roles whose gradient was not finite in it.
+    @staticmethod
+    def roles_without_gradient(metrics: Mapping[str, float]) -> list[str]:
+        """The trained roles of which an optimizer step was skipped in a step with these metrics."""
+        return [name for name in ("actor", "critic") if metrics.get(f"{name}/nonfinite_steps", 0) > 0]
+
+    def check(self, step: int, skipped: list[str]) -> None:
+        """Count a finished step, in which the gradient of the roles ``skipped`` was not finite.
 
         Raises:
             FloatingPointError: it is one too many.
         """
-        skipped = [name for name in ("actor", "critic") if metrics.get(f"{name}/nonfinite_steps", 0) > 0]
         self.in_a_row = self.in_a_row + 1 if skipped else 0
         if self.in_a_row >= self.tolerance:
             raise FloatingPointError(
@@ -98,7 +102,6 @@ class NonFiniteGuard:
                 f"trainer.nonfinite_tolerance={self.tolerance} allows (the last is step {step}; those optimizer steps "
                 f"were skipped). Lower optim.lr, look for extreme rewards, or raise the tolerance."
             )
-        return skipped
 
 
 def sample_name(batch: DataProto, row: int) -> str:

@@ -78,6 +78,7 @@ from verl.trainer.ppo.rollout_correction import (
     weigh_tokens,
 )
 from verl.trainer.ppo.run_log import RunLog, texts
+from verl.trainer.ppo.step_bundle import StepRecorder
 from verl.trainer.ppo.trajectories import JoinedTrajectories, trajectory_sums
 from verl.trainer.restarts import note_step
 from verl.utils.config import adopt_config, typed_config
@@ -187,6 +188,7 @@ class RayPPOTrainer(RecipeNames):
         self.checkpoint_callback = build_checkpoint_callback(self.config)
         keys = config.trainer
         self.nonfinite_guard = NonFiniteGuard(keys.nonfinite_tolerance, keys.on_nonfinite, tokenizer.decode)
+        self.recorder = StepRecorder(keys, self.say)
         self.health = HealthMonitor(config, self.total_training_steps)
         self.token_entropy: float | None = None
         self.has_warned_unused_reward = False
@@ -245,7 +247,7 @@ class RayPPOTrainer(RecipeNames):
         """
         self.start()
         for step, prompts in self.prompt_batches():
-            with self.timed("step"):
+            with self.timed("step"), self.recorder.step(self):
                 batch = self.rollout(prompts)  # y ~ pi_old(.|x), n per prompt
                 batch = self.score(batch)  # r(x, y)
                 batch = self.choose_groups(batch)  # with filter_groups: those whose rewards differ, drawing more
@@ -276,6 +278,7 @@ class RayPPOTrainer(RecipeNames):
 
     def divide_batch(self, batch: DataProto) -> None:
         """Give the batch its partition plan, and its metadata the number of tokens of each row."""
+        self.recorder.take(batch)
         self.balance_batch(batch, self.metrics)
         batch.meta_info["global_token_num"] = batch.ragged("attention_mask").layout.lengths.tolist()
 
@@ -437,6 +440,7 @@ class RayPPOTrainer(RecipeNames):
 
         Neither sees tokens that ``algorithm.rollout_correction`` rejects.
         """
+        self.recorder.before_update(self)
         self.metrics.update(reject_tokens(batch, self.correction))
         batch.meta_info["global_steps"] = self.global_steps
         if self.config.algorithm.use_pf_ppo:
@@ -565,7 +569,9 @@ class RayPPOTrainer(RecipeNames):
         """Validate and save when it is time, dump samples, and log this step's numbers."""
         trainer = self.config.trainer
         last = step >= self.total_training_steps
-        self.nonfinite_guard.check(step, self.metrics)
+        if without_gradient := self.nonfinite_guard.roles_without_gradient(self.metrics):
+            self.recorder.without_gradient(self, without_gradient)
+        self.nonfinite_guard.check(step, without_gradient)
         if trainer.rollout_data_dir:
             with self.timed("dump_rollout_generations"):
                 self.run_log.dump(step, batch)
