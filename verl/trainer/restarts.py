@@ -57,7 +57,7 @@ def run_with_restarts(config: Any, run: Callable[[Any], None]) -> None:
         SystemExit: the last attempt failed; with its exit code.
     """
     global _step
-    trainer, failed_in = config.trainer, set[int]()
+    trainer, failed_in, begin = config.trainer, set[int](), time.monotonic()
     tracker = Path(trainer.default_local_dir).expanduser() / _TRACKER
     saved_before = _changed_at(tracker)
     _step = mmap.mmap(-1, 8)
@@ -65,7 +65,8 @@ def run_with_restarts(config: Any, run: Callable[[Any], None]) -> None:
         for number in range(trainer.max_restarts + 1):
             note_step(0)
             has_saved = _changed_at(tracker) != saved_before
-            code, how = attempt.run(partial(_start, run, config, has_saved))
+            spent = time.monotonic() - begin
+            code, how = attempt.run(partial(_start, run, config, has_saved, spent if number else 0.0))
             step = int.from_bytes(_step[:8], sys.byteorder)
             if code not in RESTARTED or attempt.stop is not None:
                 break
@@ -96,13 +97,22 @@ def _changed_at(tracker: Path) -> int | None:
     return None
 
 
-def _start(run: Callable[[Any], None], config: Any, goes_on: bool) -> None:
-    run(_going_on(config) if goes_on else config)
+def _start(run: Callable[[Any], None], config: Any, goes_on: bool, spent_s: float) -> None:
+    """Call ``run`` with the tree of an attempt.
+
+    Args:
+        goes_on: from the run's own newest checkpoint, wherever its first attempt began.
+        spent_s: by earlier attempts; ``trainer.max_time`` is a limit of them all.
+    """
+    changes: dict[str, Any] = {"trainer.resume_mode": "auto", "trainer.resume_from_path": None} if goes_on else {}
+    if spent_s and config.trainer.max_time is not None:
+        changes["trainer.max_time"] = max(config.trainer.max_time - spent_s, 1e-3)
+    run(_changed(config, changes))
 
 
-def _going_on(config: Any) -> Any:
-    """The tree of a run that goes on from its own newest checkpoint, wherever its first attempt began."""
-    changes = {"trainer.resume_mode": "auto", "trainer.resume_from_path": None}
+def _changed(config: Any, changes: dict[str, Any]) -> Any:
+    if not changes:
+        return config
     if hasattr(config, "with_values"):
         return config.with_values(changes)
     from omegaconf import OmegaConf
