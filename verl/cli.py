@@ -71,6 +71,12 @@ def _merge(words: list[str]) -> int:
     return main(words if operation is None else words[1:], operation or "merge")
 
 
+def _clean(words: list[str]) -> int:
+    from verl.trainer.leftovers import main
+
+    return main(words)
+
+
 def _completion(words: list[str]) -> int:
     from verl.config.command_line import print_completion
 
@@ -96,6 +102,7 @@ COMMANDS: dict[str, Command] = {
     "trajectories": Command("show what the policy did: trajectories of a run as text or one page", _trajectories),
     "replay": Command("compute a recorded training step again, and find the row that breaks it", _replay),
     "merge": Command("make a Hugging Face folder of a run's newest checkpoint: verl merge RUN", _merge),
+    "clean": Command("remove what a killed run left: processes, Ray's session, temporary folders", _clean),
     "completion": Command("completion for bash or zsh: source <(verl completion bash)", _completion),
 }
 

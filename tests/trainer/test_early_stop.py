@@ -1,5 +1,6 @@
 """A run that must end early finishes its step, saves it and says how to go on; a second signal ends it at once."""
 
+import os
 import signal
 import threading
 
@@ -8,6 +9,7 @@ import pytest
 from tests.support.runs import make_task, overrides, run_job
 from verl.config.trainer import TrainerConfig
 from verl.telemetry.flight_recorder import FlightRecorder
+from verl.trainer.leftovers import RUN_VARIABLE
 from verl.trainer.ppo import early_stop
 from verl.trainer.ppo.early_stop import EXPIRY_VARIABLES, EarlyStop
 from verl.trainer.ppo.ray_trainer import RayPPOTrainer
@@ -35,6 +37,7 @@ def interrupt(monkeypatch, step, *numbers):
     real = RayPPOTrainer.score
 
     def score(trainer, batch):
+        assert os.environ[RUN_VARIABLE] == trainer.config.trainer.default_local_dir  # for `verl clean`
         if trainer.global_steps == step:
             for number in numbers:
                 signal.raise_signal(number)
@@ -51,6 +54,7 @@ def test_the_first_signal_saves_the_step_and_the_same_command_goes_on(run, tmp_p
         run(**settings)
     text = capfd.readouterr()
     assert ending.value.code == 75 and saved(tmp_path) == [2] and signal.getsignal(signal.SIGINT) is before
+    assert RUN_VARIABLE not in os.environ
     assert "SIGINT: the run ends when this step is saved. A second signal ends it at once." in text.err
     assert "Stopped after step 2 of 4: SIGINT was received. To go on from" in text.out
     trainer = run(**settings)

@@ -55,6 +55,7 @@ from verl.single_controller.ray.pools import (  # noqa: F401  users import pools
     merge_resource_pool,
     sort_placement_group_by_node_ip,
 )
+from verl.single_controller.ray.reaper import start_reaper
 
 _STACK_DUMP_S = 0.5
 
@@ -473,6 +474,7 @@ class RayController:
     def __init__(self):
         self._started = False
         self._timeline: str | None = None
+        self._reaper: Any = None
 
     def start(self, ray_init: Mapping[str, Any] | None = None, env: Mapping[str, Any] | None = None) -> None:
         """Connect to the cluster RAY_ADDRESS names, else start one on this machine; not if Ray is already running.
@@ -502,6 +504,9 @@ class RayController:
             logging_level="WARNING",
             runtime_env=runtime_env or None,
         )
+        node = ray._private.worker._global_node
+        for raylet in node.all_processes.get("raylet", []):
+            self._reaper = start_reaper(raylet.process.pid, node.get_session_dir_path())
 
     def stop(self) -> None:
         """Write the timeline if one was requested; end Ray if this controller started it."""
@@ -510,6 +515,9 @@ class RayController:
         if self._started:
             self._started = False
             ray.shutdown()
+        if self._reaper is not None:
+            self._reaper.communicate(b"ended")
+            self._reaper = None
 
 
 _FRUGAL = {

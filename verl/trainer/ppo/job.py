@@ -32,6 +32,7 @@ from verl.rewards.reward_model import check_reward_model
 from verl.single_controller import get_controller
 from verl.telemetry.progress import RunSummary, print_summary, stop_notice
 from verl.telemetry.run_record import COMMAND, LOG
+from verl.trainer.leftovers import RUN_VARIABLE
 from verl.trainer.ppo.placement import GLOBAL_POOL, ResourcePoolManager, Role, default_pools, default_roles
 from verl.trainer.ppo.ray_trainer import OneStepOffTrainer, RayPPOTrainer
 from verl.trainer.restarts import is_attempt
@@ -131,7 +132,12 @@ class PPOJob:
             StoppedEarly: a signal or a limit of time ended it before its last step, with a checkpoint saved.
         """
         with recorded_run(self.config, self.given_words):
-            return self._run()
+            # of all processes that the run starts: `verl clean` knows them by it
+            os.environ[RUN_VARIABLE] = str(Path(self.config.trainer.default_local_dir).expanduser().absolute())
+            try:
+                return self._run()
+            finally:
+                os.environ.pop(RUN_VARIABLE, None)
 
     def _run(self) -> RayPPOTrainer:
         start = time.monotonic()
