@@ -4,12 +4,16 @@ import shutil
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.support.runs import make_task, overrides, run_job, write_prompts
 from tests.trainer.test_resume import assert_same_checkpoint
+from verl.checkpoint.checkpoint_manager import CheckpointManager
 from verl.checkpoint.manifest import read_manifest
 from verl.checkpoint.resume_changes import model_identity
 from verl.config.base import ConfigError
+from verl.single_controller.errors import WorkerError
+from verl.utils.exit_codes import ExitCode, exit_code
 
 RUN = {"trainer__total_training_steps": 3, "trainer__save_freq": 1, "data__train_batch_size": 4}
 
@@ -90,3 +94,23 @@ def test_another_model_of_one_shape_is_noticed(task, tmp_path):
     weights.write_bytes(content)
     after = model_identity(str(model))
     assert [name for name in before if before[name] != after[name]] == ["model.safetensors"]
+
+
+def test_weights_that_are_not_finite_end_the_run_and_the_last_good_step_stays(again, monkeypatch, capsys):
+    folder, run = again
+    save = CheckpointManager.save
+
+    def poisoned(self, path, step=0, *options):
+        if step == 4:
+            with torch.no_grad():
+                next(self.engine.module.parameters()).fill_(float("nan"))
+        save(self, path, step, *options)
+
+    monkeypatch.setattr(CheckpointManager, "save", poisoned)
+    with pytest.raises(WorkerError, match="embed_tokens.weight has [0-9,]+ NaN and 0 infinite") as raised:
+        run(trainer__total_training_steps=5, trainer__max_actor_ckpt_to_keep=1)
+    assert exit_code(raised.value) is ExitCode.UNHEALTHY
+    assert (folder / "latest_checkpointed_iteration.txt").read_text() == "3"
+    assert (folder / "global_step_3" / "actor").exists() and not (folder / "global_step_4" / "actor").exists()
+    out = capsys.readouterr().out
+    assert "Stopped in step 4 of 5. " in out and f"{folder}/global_step_3" in out.split("Stopped in step")[1]
