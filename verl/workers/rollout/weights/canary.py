@@ -28,7 +28,7 @@ _TEXTS = (
     "To be, or not to be, that is the",
 )
 MAX_PROMPTS = len(_TEXTS)
-_MAX_LENGTH = 12  # tokens of a prompt: they cost a forward pass on both sides
+_MAX_LENGTH = 8  # tokens of a prompt: they cost a forward pass on both sides
 _KEY = "actor_rollout_ref.rollout.canary_prompts"
 
 
