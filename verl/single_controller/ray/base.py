@@ -49,6 +49,7 @@ from verl.single_controller.errors import (
     end_of_stderr,
 )
 from verl.single_controller.processes import is_readable, open_pidfd, outcome_by_pidfd
+from verl.single_controller.ray.cluster import init_ray
 from verl.single_controller.ray.pools import (  # noqa: F401  users import pools from here
     RayResourcePool,
     extract_pg_from_exist,
@@ -493,11 +494,11 @@ class RayController:
         self._started = True
         runtime_env = {name: _unfrozen(value) for name, value in dict(options.get("runtime_env") or {}).items()}
         if "RAY_ADDRESS" in os.environ:
-            ray.init(runtime_env={**runtime_env, "env_vars": env})
+            init_ray(runtime_env={**runtime_env, "env_vars": env})
             return
         runtime_env.pop("env_vars", None)  # they are in this process's environment, which the workers inherit
         os.environ.update({name: os.environ.get(name, value) for name, value in _FRUGAL.items()})
-        ray.init(
+        init_ray(
             num_cpus=options.get("num_cpus") or max(8, os.cpu_count() or 1),
             object_store_memory=_object_store_bytes(options.get("object_store_memory_mb")),
             include_dashboard=bool(options.get("include_dashboard", False)),
