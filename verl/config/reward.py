@@ -63,6 +63,15 @@ class RewardSandboxConfig(Config):
     network: bool = True
     """False: the function reaches nothing over the network, where the kernel allows to cut it."""
 
+    visible_keys: list[str] = option([])
+    """Environment variables that the function sees although their names are those of keys, tokens and passwords:
+    names, or patterns such as ``OPENAI_*``. All others of that kind are kept from it."""
+
+    allow_uncontained_code: bool = False
+    """Let the built-in scorers run generated programs where this system cannot contain them, too. False: such a
+    program ends the run before its first line runs. Tools and environments go by the environment variable
+    ``VERL_ALLOW_UNCONTAINED_CODE=1``."""
+
 
 @dataclass
 class SandboxFusionConfig(Config):

@@ -8,18 +8,22 @@ here.
 
 import functools
 import inspect
+import logging
 import socket
 import struct
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
 import msgpack
 
 from verl.sandbox.outcomes import plain_number, shown
+
+logger = logging.getLogger(__name__)
 
 LONGEST = 32 * 1024 * 1024
 """Bytes of one message from the sandbox."""
@@ -45,6 +49,25 @@ def start_child(module: str, env: dict[str, str], **pipes: Any) -> tuple[subproc
     # closes our copy of the child's end: while it is open no read here sees that the child is gone
     with theirs:
         return subprocess.Popen(line, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()], env=env, **pipes), channel
+
+
+def without_keys(variables: Mapping[str, str], visible: Sequence[str] = ()) -> dict[str, str]:
+    """Return environment variables without those whose names are of keys, tokens and passwords.
+
+    Args:
+        visible: names, or patterns such as ``OPENAI_*``, of those that stay.
+    """
+    from verl.telemetry.run_record import is_secret  # not at the top: children import this file, and start sooner
+
+    hidden = [name for name in variables if is_secret(name) and not any(fnmatchcase(name, one) for one in visible)]
+    if hidden:
+        _say_hidden(tuple(sorted(hidden)))
+    return {name: value for name, value in variables.items() if name not in hidden}
+
+
+@functools.cache
+def _say_hidden(names: tuple[str, ...]) -> None:
+    logger.info("Reward functions do not see %s (reward_model.sandbox.visible_keys).", ", ".join(names))
 
 
 class BadFrame(ValueError):

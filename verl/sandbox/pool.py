@@ -2,6 +2,7 @@
 
 import atexit
 import contextlib
+import logging
 import os
 import pickle
 import re
@@ -17,12 +18,15 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any
 
-from verl.sandbox.messages import BadFrame, FrameReader, framed, signature_of, start_child
+from verl.sandbox.messages import BadFrame, FrameReader, framed, signature_of, start_child, without_keys
 from verl.sandbox.outcomes import Failure, NotCalled, Outcome, SandboxError, Scored
 from verl.sandbox.supervisor import MIB, Limits, descendants, end, outcome_of
+
+logger = logging.getLogger(__name__)
 
 _FORWARD_UP_TO = 256 * 1024
 """Bytes of a hand-over's output that are shown."""
@@ -45,6 +49,7 @@ class Process:
 
     setup: dict[str, Any]
     limits: Limits
+    keys: Sequence[str] = ()
     popen: subprocess.Popen = field(init=False)
     channel: socket.socket = field(init=False)
     open_calls: list[Call] = field(default_factory=list)
@@ -58,7 +63,7 @@ class Process:
 
     def __post_init__(self):
         # one order of sets of strings in all processes, or a score could depend on the process
-        env, pipe = {"PYTHONHASHSEED": "0", **os.environ}, subprocess.PIPE
+        env, pipe = {"PYTHONHASHSEED": "0", **without_keys(os.environ, self.keys)}, subprocess.PIPE
         self.popen, self.channel = start_child("verl.sandbox.worker", env, stdout=pipe, stderr=pipe)
         self.channel.setblocking(False)
         self._reader, self.unsent = FrameReader(), bytearray()
@@ -173,6 +178,11 @@ class Process:
             return True
 
 
+@cache
+def _warn_of_network(cause: str) -> None:
+    logger.warning("reward_model.sandbox.network=false has no effect: this system does not grant %s.", cause)
+
+
 def _failure(code: int, limits: Limits, trace: str) -> Failure:
     outcome = outcome_of(code)
     if outcome is Outcome.CRASH:
@@ -230,11 +240,19 @@ class Pool:
         workers: processes, each with a copy of the function's module.
         start_timeout_s: seconds in which a process must have loaded the function.
         max_concurrent: how many calls of an ``async def`` function one process has under way.
+        keys: environment variables that it sees although they are keys: names, or patterns.
     """
 
     def __init__(
-        self, source: Source, limits: Limits, workers: int = 1, start_timeout_s: float = 300.0, max_concurrent: int = 64
+        self,
+        source: Source,
+        limits: Limits,
+        workers: int = 1,
+        start_timeout_s: float = 300.0,
+        max_concurrent: int = 64,
+        keys: Sequence[str] = (),
     ):
+        self.keys = keys
         self.source, self.limits, self.start_timeout_s = source, limits, start_timeout_s
         self._owner, self._lock = os.getpid(), threading.RLock()
         self._description: dict[str, Any] | None = None
@@ -259,7 +277,7 @@ class Pool:
             _OPEN.add(self)
 
     def _start(self) -> Process:
-        return Process({**self._setup, "sys_path": list(sys.path)}, self.limits)
+        return Process({**self._setup, "sys_path": list(sys.path)}, self.limits, self.keys)
 
     @property
     def pids(self) -> list[int]:
@@ -408,6 +426,8 @@ class _Run:
         if "ready" in message:
             process.is_ready = True
             self.pool._description, self.pool.missing = message["ready"], tuple(message["missing"])
+            if not self.pool.limits.network and (cause := next((m for m in self.pool.missing if "network" in m), None)):
+                _warn_of_network(cause)
         elif "failed" in message:
             self._refuse(message)
         elif "awaiting" in message:

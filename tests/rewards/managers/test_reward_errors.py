@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 import torch
 
-from tests.rewards.managers.batches import batch_of
+from tests.rewards.managers.batches import TOKENIZER, batch_of
 from tests.support.runs import make_task, overrides, run_job
-from verl.rewards.managers import RewardError
+from verl.rewards.managers import NaiveRewardManager, RewardError
 from verl.rewards.managers.scoring import error_counts, without_failed
 from verl.trainer.ppo import ray_trainer
 from verl.trainer.ppo.experience import compute_advantage, put_response_column
@@ -141,3 +141,20 @@ def test_async_rewards_are_computed_while_log_probs_are(task, tmp_path, monkeypa
             assert end <= asked
     waited = trainer.timing["reward"]
     assert waited < 0.6 if background else waited >= 0.6
+
+
+def test_a_response_that_makes_a_built_in_scorer_fail_scores_0_and_is_counted(monkeypatch):
+    def scorer(data_source, solution_str, ground_truth, extra_info=None):
+        if ground_truth == "bad data" or "deep" in solution_str:
+            raise RecursionError("too deep")
+        return {"score": 1.0, "acc": True}
+
+    monkeypatch.setattr("verl.rewards.managers.rule.is_built_in", lambda function: function is scorer)
+    manager = NaiveRewardManager(TOKENIZER, 0, scorer)
+    result = manager(batch_of(["right", "deep", "right", "deep"]), return_dict=True)
+    assert result["reward_tensor"].sum(-1).tolist() == [1.0, 0.0, 1.0, 0.0]
+    columns = result["reward_extra_info"]
+    assert columns["acc"] == [True, False, True, False] and columns["score"] == [1.0, 0.0, 1.0, 0.0]
+    assert error_counts(columns) == {"reward/response_errors": 2.0, "reward/response_errors/raised": 2.0}
+    with pytest.raises(RewardError, match="too deep"):  # for which no response is to blame
+        manager(batch_of(["right"] * 2, ["5", "bad data"]))

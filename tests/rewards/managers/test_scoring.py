@@ -6,6 +6,7 @@ import torch
 
 from tests.config.helpers import typed
 from tests.rewards.managers.batches import RESPONSE_LENGTH, TOKENIZER, batch_of
+from verl.config.reward import RewardSandboxConfig
 from verl.protocol import DataProto
 from verl.rewards.managers import BatchRewardManager, NaiveRewardManager, RewardError, register
 from verl.rewards.managers.scoring import compute_reward, get_custom_reward_fn, load_reward_manager
@@ -249,3 +250,19 @@ def test_rewards_of_agent_loops_are_said_once_to_keep_a_function_or_model_from_b
     trainer.has_warned_unused_reward = False
     RayPPOTrainer.warn_unused_reward(trainer, DataProto.from_dict(tensors={"responses": torch.zeros(1, 1)}))
     assert not trainer.has_warned_unused_reward
+
+
+ENVIRONMENT = """
+import os
+def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+    return sum(2**i for i, name in enumerate(["A_API_KEY", "B_TOKEN", "C_TOKEN", "PLAIN"]) if name in os.environ)
+"""
+
+
+def test_a_reward_function_sees_no_keys_but_those_that_are_listed(tmp_path, monkeypatch):
+    for name in ("A_API_KEY", "B_TOKEN", "C_TOKEN", "PLAIN"):
+        monkeypatch.setenv(name, "value")
+    (tmp_path / "reward.py").write_text(ENVIRONMENT)
+    for visible, expected in (([], 8), (["B_*"], 10)):
+        settings = config(tmp_path / "reward.py", sandbox=RewardSandboxConfig(visible_keys=visible))
+        assert score(settings, ["a"]) == [expected]

@@ -373,4 +373,7 @@ def _pool(config: Any, source: Source, workers: int | None = None, start_timeout
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         workers = min(8, cores) if is_shared else 1
     patience = min(start_timeout_s or options.start_timeout_s, options.start_timeout_s)
-    return sandboxed(source, limits, workers, patience)
+    # the key of a judge is the built-in scorers' own
+    judge = source.reward_kwargs.get("judge") or {}
+    keys = (*options.visible_keys, *([judge["api_key_env"]] if judge.get("api_key_env") else []))
+    return sandboxed(source, limits, workers, patience, keys=keys)

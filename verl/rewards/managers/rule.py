@@ -11,6 +11,7 @@ import traceback
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -31,7 +32,7 @@ from verl.rewards.functions.calling import (
 )
 from verl.rewards.scorers import default_compute_score
 from verl.sandbox.messages import name_of
-from verl.sandbox.outcomes import Failure, NotCalled, Scored, scored
+from verl.sandbox.outcomes import Failure, NotCalled, Outcome, Scored, scored
 from verl.utils.exit_codes import ExitCode
 from verl.utils.py_functional import excerpt, nearest_name
 
@@ -131,6 +132,20 @@ REWARD_ERROR_KIND_KEY = "reward_error_kind"
 """Column next to it: the `Outcome` of what failed, else None."""
 
 
+RESPONSE_ERROR_KEY = "response_error"
+"""Column of ``reward_extra_info`` if a response made a built-in scorer fail: the `Outcome`, None for other samples."""
+
+_NOT_OF_RESPONSES = ("ServiceError", "Uncontained", "Unjudgeable", "UnknownDataSource")
+"""Errors of a scorer for which the response cannot be the reason."""
+
+
+@dataclass(frozen=True)
+class FailedByResponse:
+    """Result of a built-in scorer that failed because of the response: it scores 0."""
+
+    failure: Failure
+
+
 class RuleRewardManager(AbstractRewardManager):
     """A manager that scores decoded responses with a Python function. Subclasses call the function.
 
@@ -192,13 +207,40 @@ class RuleRewardManager(AbstractRewardManager):
         responses = data.ragged("responses")
         samples = self.read(data, responses)
         if isinstance(self.compute_score, BySource):
-            results = self.compute_score.share_out(samples, self.call)
+            results = self.compute_score.share_out(samples, self.results)
         else:
-            results = self.call(self.compute_score, samples)
+            results = self.results(self.compute_score, samples)
         scores, columns = self._collect(samples, results, data)
         if self.num_examine:
             self._print(data, samples, scores, columns)
         return place_on_last_token(scores, responses), columns
+
+    def results(self, function: RawRewardFn, samples: list[Sample]) -> list[Any]:
+        """What `call` returns; a failure of a built-in scorer that is the response's doing as `FailedByResponse`."""
+        results = list(self.call(function, samples))
+        if not is_built_in(function):
+            return results
+        seen: set[int] = set()
+        while failed := [i for i, one in enumerate(results) if isinstance(one, Failure) and i not in seen]:
+            seen.update(failed)
+            for i in failed:
+                if self._is_of_response(function, samples[i], results[i]):
+                    results[i] = FailedByResponse(results[i])
+            # calls end after as many failures as are borne, and these do not count
+            skipped = [i for i, one in enumerate(results) if isinstance(one, NotCalled)]
+            if skipped and not any(isinstance(one, Failure) for one in results):
+                for i, one in zip(skipped, self.call(function, [samples[i] for i in skipped]), strict=True):
+                    results[i] = one
+        return results
+
+    def _is_of_response(self, function: RawRewardFn, sample: Sample, failure: Failure) -> bool:
+        """Whether a built-in scorer scores an empty response to the same prompt, so that this response is the cause."""
+        keywords = getattr(function, "keywords", {})
+        waits = failure.kind is Outcome.TIMEOUT and {"judge", "sandbox_fusion_url"} & keywords.keys()
+        if waits or any(name in failure.cause.splitlines()[0] for name in _NOT_OF_RESPONSES):
+            return False
+        [result] = self.call(function, [replace(sample, solution_str="")])
+        return isinstance(result if isinstance(result, (Scored, Failure)) else scored(result), Scored)
 
     def check_columns(self, columns: Iterable[str]) -> None:
         """Check the columns that every row must have.
@@ -246,8 +288,10 @@ class RuleRewardManager(AbstractRewardManager):
         scores: list[float] = []
         columns: dict[str, list] = {}
         failures: dict[int, Failure] = {}
+        by_response = {i: one.failure for i, one in enumerate(results) if isinstance(one, FailedByResponse)}
         for i, result in enumerate(results):
-            result = result if isinstance(result, (Scored, Failure, NotCalled)) else scored(result)
+            known = (Scored, Failure, NotCalled, FailedByResponse)
+            result = result if isinstance(result, known) else scored(result)
             if isinstance(result, Failure):
                 failures[i] = result
                 self.num_errors += 1
@@ -260,6 +304,12 @@ class RuleRewardManager(AbstractRewardManager):
         # not in validation: a mean in the place of a failure would be reported as a score
         if self.on_error != "zero_and_count" and failures and not data.meta_info.get("validate"):
             scores = self._filled_in(scores, failures)
+        if by_response:
+            kinds_by_row = {i: failure.kind.value for i, failure in by_response.items()}
+            columns[RESPONSE_ERROR_KEY] = [kinds_by_row.get(i) for i in range(len(samples))]
+            if "acc" in columns:
+                columns["acc"] = [False if i in by_response else acc for i, acc in enumerate(columns["acc"])]
+            self._warn(samples, by_response, _in_words(data), "these responses are the cause and get 0")
         if "score" in columns:
             # with what failures got: the column must agree with the rewards
             columns["score"] = list(scores)
@@ -271,7 +321,8 @@ class RuleRewardManager(AbstractRewardManager):
             if "acc" in columns:  # what validation reports: a column with gaps would drop out of it
                 columns["acc"] = [0.0 if i in failures else acc for i, acc in enumerate(columns["acc"])]
         if failures:
-            self._warn(samples, failures, _in_words(data))
+            what = "get 0" if self.on_error == "zero_and_count" else "are left out"
+            self._warn(samples, failures, _in_words(data), f"they {what} (reward_model.on_error={self.on_error})")
         return scores, columns
 
     def _filled_in(self, scores: list[float], failures: Mapping[int, Failure]) -> list[float]:
@@ -286,14 +337,13 @@ class RuleRewardManager(AbstractRewardManager):
         mean = sum(known) / len(known)
         return [mean if i in failures else score for i, score in enumerate(scores)]
 
-    def _warn(self, samples: list[Sample], failures: dict[int, Failure], batch: str) -> None:
+    def _warn(self, samples: list[Sample], failures: dict[int, Failure], batch: str, what: str) -> None:
         i, failure = next(iter(failures.items()))
         description = self._describe(i, samples[i], failure, batch)
         logger.warning(
-            "The reward function failed on %d of %d samples; they %s (reward_model.on_error=%s). The first: %s",
-            *(len(failures), len(samples)),
-            "get 0" if self.on_error == "zero_and_count" else "are left out",
-            *(self.on_error, description.splitlines()[0] if self._has_warned else description),
+            "The reward function failed on %d of %d samples; %s. The first: %s",
+            *(len(failures), len(samples), what),
+            description.splitlines()[0] if self._has_warned else description,
         )
         self._has_warned = True
 

@@ -19,7 +19,13 @@ from verl.data.table import distinct_values
 from verl.protocol import DataProto
 from verl.rewards.functions.calling import RawRewardFn, lacks_scorer, reward_function, sandbox_options, start_sandboxes
 from verl.rewards.managers import get_reward_manager_cls
-from verl.rewards.managers.rule import REWARD_ERROR_KEY, REWARD_ERROR_KIND_KEY, AbstractRewardManager, RuleRewardManager
+from verl.rewards.managers.rule import (
+    RESPONSE_ERROR_KEY,
+    REWARD_ERROR_KEY,
+    REWARD_ERROR_KIND_KEY,
+    AbstractRewardManager,
+    RuleRewardManager,
+)
 from verl.rewards.scorers import built_in_options, unknown
 from verl.utils.fs import copy_to_local
 from verl.utils.import_utils import import_users_modules, load_extern_type, split_file_name
@@ -206,11 +212,17 @@ def extract_reward(batch: DataProto) -> tuple[Tensor, dict[str, list]]:
 
 
 def error_counts(extra: Mapping[str, list]) -> dict[str, float]:
-    """The metrics ``reward/errors`` and ``reward/errors/<kind>`` of a manager's extra columns."""
+    """The metrics of failures in a manager's extra columns: ``reward/errors``, ``reward/response_errors``, by kind."""
+    counts: dict[str, float] = {}
+    if RESPONSE_ERROR_KEY in extra:
+        by_response = Counter(kind for kind in extra[RESPONSE_ERROR_KEY] if kind is not None)
+        counts = {f"reward/response_errors/{kind}": float(count) for kind, count in sorted(by_response.items())}
+        counts["reward/response_errors"] = float(by_response.total())
     if REWARD_ERROR_KEY not in extra:
-        return {}
+        return counts
     kinds = Counter(kind for kind in extra.get(REWARD_ERROR_KIND_KEY, ()) if kind is not None)
     return {
+        **counts,
         "reward/errors": sum(extra[REWARD_ERROR_KEY]),
         **{f"reward/errors/{kind}": float(count) for kind, count in sorted(kinds.items())},
     }

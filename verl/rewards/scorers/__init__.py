@@ -122,6 +122,7 @@ def default_compute_score(
     sandbox_fusion_url: str | None = None,
     concurrent_semaphore: Any = None,
     memory_limit_mb: int | None = None,
+    allow_uncontained: bool | None = None,
     judge: Mapping[str, Any] | None = None,
     score_as: Mapping[str, Mapping[str, Any]] | None = None,
     **kwargs: Any,
@@ -135,6 +136,7 @@ def default_compute_score(
         extra_info: the row's ``extra_info``; few rules look at it.
         sandbox_fusion_url, concurrent_semaphore, memory_limit_mb: for rules that run code: the service that runs it
             (None: child processes of this machine), what limits the requests under way, MiB of one program.
+        allow_uncontained: run code where this system cannot contain it; None: if the environment allows it.
         judge: settings of ``reward_model.judge``, for a model that scores the data sources they name.
         score_as: data source, or a pattern such as ``math/*``, -> ``{"name": ..., ...}``: the data source by whose rule
             its rows are scored, and keyword arguments of the rule.
@@ -163,6 +165,7 @@ def default_compute_score(
         "sandbox_fusion_url": sandbox_fusion_url,
         "concurrent_semaphore": concurrent_semaphore,
         "memory_limit_mb": memory_limit_mb,
+        "allow_uncontained": allow_uncontained,
     }
     named = {name: value for name, value in offered.items() if name in parameters}
     # a rule names its two texts as it likes: they are the first parameters that are not offered by name
@@ -183,6 +186,8 @@ def built_in_options(reward_model: Any) -> dict[str, Any]:
     # only what is not the default: the dict is part of the key by which processes are shared
     if fusion.get("memory_limit_mb", MEMORY_MB) != MEMORY_MB:
         options["memory_limit_mb"] = fusion["memory_limit_mb"]
+    if (reward_model.get("sandbox", None) or {}).get("allow_uncontained_code"):
+        options["allow_uncontained"] = True
     if judge.get("url"):
         options["judge"] = convert_to_regular_types(judge)
     places = convert_to_regular_types(reward_model.get("by_source", None) or {})

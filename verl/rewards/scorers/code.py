@@ -24,6 +24,7 @@ def compute_score(
     max_concurrent: int | None = None,
     continuous: bool = True,
     timeout: float = TEST_S,
+    allow_uncontained: bool | None = None,
 ) -> dict[str, float | bool | str]:
     """The share of the first ten tests that the response's program passes.
 
@@ -35,6 +36,7 @@ def compute_score(
         max_concurrent: requests to the service at a time, of all processes on this machine; None: no limit.
         continuous: False: 1.0 if all tests pass, else 0.0.
         timeout: seconds of one test.
+        allow_uncontained: run it here where this system cannot contain it; None: if the environment allows it.
 
     Returns:
         ``score``, ``acc`` (whether all tests pass) and ``outcome`` (of the first test that does not).
@@ -48,6 +50,7 @@ def compute_score(
     return _score(
         *(code_block(after_thinking(solution_str)), tests.first(FIRST) if continuous else tests, continuous, timeout),
         *(sandbox_fusion_url, concurrent_semaphore, memory_limit_mb or MEMORY_MB, max_concurrent),
+        allow_uncontained=allow_uncontained,
     )
 
 
@@ -61,6 +64,7 @@ def compute_score_of_asserts(
     max_concurrent: int | None = None,
     continuous: bool = False,
     timeout: float = TEST_S,
+    allow_uncontained: bool | None = None,
 ) -> dict[str, float | bool | str]:
     """1.0 if the response's program passes all assertions of its task (MBPP, HumanEval), else 0.0.
 
@@ -101,6 +105,7 @@ def compute_score_of_asserts(
     return _score(
         *(code, tests, continuous, timeout),
         *(sandbox_fusion_url, concurrent_semaphore, memory_limit_mb or MEMORY_MB, max_concurrent),
+        allow_uncontained=allow_uncontained,
     )
 
 
@@ -133,11 +138,12 @@ def _score(
     semaphore: Any,
     memory_mb: int,
     max_concurrent: int | None,
+    allow_uncontained: bool | None,
 ) -> dict[str, float | bool | str]:
     if url:
         results = run_remotely(url, code, tests, test_s, memory_mb, semaphore, max_concurrent)
     else:
-        results = run_tests(code, tests, test_s=test_s, memory_mb=memory_mb)
+        results = run_tests(code, tests, test_s=test_s, memory_mb=memory_mb, allow_uncontained=allow_uncontained)
     passed = [result.outcome is Outcome.PASSED for result in results]
     first = next((result.outcome for result in results if result.outcome is not Outcome.PASSED), Outcome.PASSED)
     score = sum(passed) / len(passed) if continuous else float(all(passed))

@@ -14,7 +14,7 @@ from verl.checkpoint.rows_file import check_savable, load_rows, save_rows
 from verl.checkpoint.run_state import write_atomic
 from verl.config.algorithm import FilterGroupsConfig
 from verl.protocol import DataProto
-from verl.rewards.managers.rule import REWARD_ERROR_KEY, REWARD_ERROR_KIND_KEY
+from verl.rewards.managers.rule import RESPONSE_ERROR_KEY, REWARD_ERROR_KEY, REWARD_ERROR_KIND_KEY
 from verl.rewards.managers.scoring import failed_episodes
 from verl.trainer.ppo.trajectories import trajectory_sums
 
@@ -163,7 +163,8 @@ def metric_values(batch: DataProto, metric: str) -> np.ndarray:
     """
     names = list(batch.meta_info.get("reward_extra_keys", ()))
     if metric not in names:
-        if metric in REWARD_SUMS or metric in _EITHER and not set(names) - {REWARD_ERROR_KEY, REWARD_ERROR_KIND_KEY}:
+        errors = {REWARD_ERROR_KEY, REWARD_ERROR_KIND_KEY, RESPONSE_ERROR_KEY}
+        if metric in REWARD_SUMS or metric in _EITHER and not set(names) - errors:
             return trajectory_sums(batch, batch.column("token_level_scores").double().sum(-1)).numpy()
         raise ValueError(
             f"algorithm.filter_groups.metric={metric}: the reward function returned no such value. Use seq_reward, or "
