@@ -11,6 +11,7 @@ from tests.rewards.managers.batches import TOKENIZER, batch_of
 from tests.support.runs import make_task, overrides, run_job
 from verl.rewards.managers import NaiveRewardManager, RewardError
 from verl.rewards.managers.scoring import error_counts, without_failed
+from verl.sandbox.containment import Uncontained
 from verl.trainer.ppo import ray_trainer
 from verl.trainer.ppo.experience import compute_advantage, put_response_column
 from verl.trainer.ppo.ray_trainer import RayPPOTrainer
@@ -158,3 +159,11 @@ def test_a_response_that_makes_a_built_in_scorer_fail_scores_0_and_is_counted(mo
     assert error_counts(columns) == {"reward/response_errors": 2.0, "reward/response_errors/raised": 2.0}
     with pytest.raises(RewardError, match="too deep"):  # for which no response is to blame
         manager(batch_of(["right"] * 2, ["5", "bad data"]))
+
+
+def test_programs_that_cannot_be_contained_are_never_scored():
+    def scorer(data_source, solution_str, ground_truth, extra_info=None):
+        raise Uncontained(["files"])
+
+    with pytest.raises(RewardError, match="cannot promise files"):
+        NaiveRewardManager(TOKENIZER, 0, scorer, on_error="zero_and_count")(batch_of(["a", "b"]))

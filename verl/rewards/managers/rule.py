@@ -135,7 +135,10 @@ REWARD_ERROR_KIND_KEY = "reward_error_kind"
 RESPONSE_ERROR_KEY = "response_error"
 """Column of ``reward_extra_info`` if a response made a built-in scorer fail: the `Outcome`, None for other samples."""
 
-_NOT_OF_RESPONSES = ("ServiceError", "Uncontained", "Unjudgeable", "UnknownDataSource")
+_REFUSED = "Uncontained"
+"""Error of `verl.sandbox.containment`: this system cannot contain generated programs."""
+
+_NOT_OF_RESPONSES = ("ServiceError", _REFUSED, "Unjudgeable", "UnknownDataSource")
 """Errors of a scorer for which the response cannot be the reason."""
 
 
@@ -295,7 +298,9 @@ class RuleRewardManager(AbstractRewardManager):
             if isinstance(result, Failure):
                 failures[i] = result
                 self.num_errors += 1
-                if self.max_errors is not None and self.num_errors > self.max_errors:
+                # no number of programs that could not be run is borne: none of them would ever earn anything
+                is_refused = _REFUSED in result.cause.splitlines()[0]
+                if is_refused or self.max_errors is not None and self.num_errors > self.max_errors:
                     raise RewardError(self._describe(i, samples[i], result, _in_words(data), with_way_out=True))
             # 0 for now: what a failure gets is decided below, once all are known
             scores.append(result.score if isinstance(result, Scored) else 0.0)
