@@ -71,6 +71,7 @@ def run(
     except (SyntaxError, ValueError, OverflowError, RecursionError, MemoryError) as error:
         # the last two: code nested too deep for the parser
         return [_result("compile", detail=f"{type(error).__name__}: {error}")] * len(tests)
+    python_folders()  # cached here, for the forks
     end = time.monotonic() + total_s
     results = []
     for test in tests:

@@ -12,6 +12,7 @@ from verl.data.table import RowTable
 from verl.protocol import DataProto
 from verl.rewards.managers.scoring import check_data_sources, load_reward_manager
 from verl.rewards.scorers import UnknownDataSource
+from verl.sandbox.containment import Uncontained
 from verl.trainer.buffer.rollout_buffer import RolloutBuffer, agent_name_problem, check_agent_names
 
 JUDGE = {"reward_model.judge.url": "http://127.0.0.1:9/v1", "reward_model.judge.model": "m"}
@@ -53,6 +54,16 @@ def test_a_judge_a_function_of_ones_own_or_patience_will_do(dataset, tmp_path, c
     assert not caplog.records
     check(unknown, **{"reward_model.on_error": "zero_and_count"})
     assert "'nobody/knows' has no built-in scorer" in caplog.text
+
+
+def test_programs_that_cannot_be_contained_are_refused_before_the_first_step(dataset, monkeypatch):
+    monkeypatch.setattr("verl.rewards.managers.scoring.containment", lambda: ("files",))
+    code = [dataset("mbpp")]
+    with pytest.raises(Uncontained, match="cannot promise files"):
+        check(code)
+    check([dataset("digits")])
+    check(code, **{"reward_model.sandbox.allow_uncontained_code": True})
+    check(code, **{"reward_model.sandbox_fusion.url": "http://127.0.0.1:9/run_code"})
 
 
 # -- agent loops -------------------------------------------------------------------------------------------------------

@@ -17,7 +17,16 @@ from verl.batch.ragged import Ragged
 from verl.config.rollout import loops_may_reward
 from verl.data.table import distinct_values
 from verl.protocol import DataProto
-from verl.rewards.functions.calling import RawRewardFn, lacks_scorer, reward_function, sandbox_options, start_sandboxes
+from verl.rewards.functions.calling import (
+    RawRewardFn,
+    function_for,
+    is_built_in,
+    is_judged,
+    lacks_scorer,
+    reward_function,
+    sandbox_options,
+    start_sandboxes,
+)
 from verl.rewards.managers import get_reward_manager_cls
 from verl.rewards.managers.rule import (
     RESPONSE_ERROR_KEY,
@@ -26,7 +35,8 @@ from verl.rewards.managers.rule import (
     AbstractRewardManager,
     RuleRewardManager,
 )
-from verl.rewards.scorers import built_in_options, unknown
+from verl.rewards.scorers import built_in_options, runs_programs, unknown
+from verl.sandbox.containment import Uncontained, containment, is_allowed
 from verl.utils.fs import copy_to_local
 from verl.utils.import_utils import import_users_modules, load_extern_type, split_file_name
 from verl.utils.py_functional import convert_to_regular_types
@@ -284,6 +294,7 @@ def check_data_sources(config: Any, reward_fn: Any, datasets: Iterable[Any]) -> 
     Raises:
         UnknownDataSource: a data source would go to the built-in rules, and none is for it. With
             ``reward_model.on_error`` other than ``stop`` it is a warning.
+        Uncontained: one would be scored by programs that this system cannot contain.
     """
     section = config.reward_model
     if section.enable or not isinstance(reward_fn, RuleRewardManager) or config.env.reward == "environment":
@@ -296,3 +307,13 @@ def check_data_sources(config: Any, reward_fn: Any, datasets: Iterable[Any]) -> 
             if section.on_error == "stop":
                 raise unknown(source)
             logger.warning("%s", unknown(source))
+        if isinstance(source, str) and not may_reward and _runs_programs(reward_fn.compute_score, source, options):
+            is_free = options.get("allow_uncontained") or is_allowed()
+            if not is_free and (missing := containment()):
+                raise Uncontained(missing)
+
+
+def _runs_programs(function: RawRewardFn, data_source: str, options: Mapping[str, Any]) -> bool:
+    """Whether rows of a data source are scored by programs that run on this machine."""
+    is_ours = is_built_in(function_for(function, data_source)) and not is_judged(function, data_source, options)
+    return is_ours and runs_programs(data_source, options)

@@ -204,6 +204,16 @@ def rule_of(data_source: str, score_as: Mapping[str, Mapping[str, Any]] | None =
     return data_source, {}
 
 
+def runs_programs(data_source: str, options: Mapping[str, Any]) -> bool:
+    """Whether the built-in rule of a data source runs programs on this machine.
+
+    Args:
+        options: of :func:`built_in_options`.
+    """
+    path = _entry(rule_of(data_source, options.get("score_as"))[0]) or ""
+    return path.startswith(_CODE.partition(":")[0] + ":") and not options.get("sandbox_fusion_url")
+
+
 def built_in_rule(place: Any) -> dict[str, Any] | None:
     """Return the built-in rule that an entry of ``reward_model.by_source`` names: ``builtin``, ``builtin:NAME``, or a
     mapping of ``function`` (one of these) and keyword arguments; None: it names another function.
