@@ -4,6 +4,7 @@ import json
 import mmap
 import os
 import subprocess
+from types import SimpleNamespace
 
 import psutil
 
@@ -51,7 +52,12 @@ def test_a_run_is_this_process_and_all_that_it_started_with_their_shared_memory(
                 shared.write(b"x" * (16 << 20))
                 assert shared_memory_bytes([os.getpid(), os.getpid()]) - before == 16 << 20
             memory = RunMemory(tmp_path / "run" / "memory.jsonl")
-            metrics = memory.note(3, {shell.pid: "actor 0"})
+            group = SimpleNamespace(pids=[os.getpid(), shell.pid])
+            metrics = memory.note(3, {"actor": group, "critic": group, "ref": object()})
+            assert (
+                f"driver (pid {os.getpid()})" in memory.own_MiB
+                and f"actor+critic 1 (pid {shell.pid})" in memory.own_MiB
+            )
             assert 0 < metrics["perf/memory_driver_gb"] <= metrics["perf/memory_processes_gb"]
             assert metrics["perf/memory_shared_gb"] > 0
             assert len(memory.own_MiB) >= 3 and memory.free_MiB > 0 and free_memory() < psutil.virtual_memory().total

@@ -102,13 +102,13 @@ class RunMemory:
         self.own_MiB: dict[str, float] = {}
         self.free_MiB = 0.0
 
-    def note(self, step: int, names: Mapping[int, str]) -> dict[str, float]:
+    def note(self, step: int, worker_groups: Mapping[Any, Any]) -> dict[str, float]:
         """Read the memory of every process; returns metrics, GiB.
 
         Args:
-            names: of process ids; others are called by what the kernel calls them.
+            worker_groups: by role, each with ``pids`` by rank: names of processes. Others have those of the kernel.
         """
-        processes = processes_below(os.getpid(), names)
+        processes = processes_below(os.getpid(), _names(worker_groups))
         shared, free = shared_memory_bytes(process.pid for process in processes), free_memory()
         self.own_MiB = {process.name: process.own / _MiB for process in processes}
         self.free_MiB = free / _MiB
@@ -123,6 +123,17 @@ class RunMemory:
             "perf/memory_shared_gb": shared / _GiB,
             "perf/memory_free_gb": free / _GiB,
         }
+
+
+def _names(worker_groups: Mapping[Any, Any]) -> dict[int, str]:
+    """Process -> its roles and its rank; without this process, which one local worker shares with the driver."""
+    roles: dict[int, list[str]] = {}
+    ranks: dict[int, int] = {}
+    for role, group in worker_groups.items():
+        for rank, pid in enumerate(getattr(group, "pids", ())):  # groups of a user's own may lack it
+            roles.setdefault(pid, []).append(str(role))
+            ranks[pid] = rank
+    return {pid: f"{'+'.join(names)} {ranks[pid]}" for pid, names in roles.items() if pid != os.getpid()}
 
 
 def processes_below(root: int, names: Mapping[int, str]) -> list[ProcessMemory]:

@@ -96,6 +96,15 @@ def test_a_roll_file_trains_to_the_end(tmp_path, capsys):
     assert any(name.startswith("val-") for name in steps[2])
     assert steps[1]["actor/lr"] == 0.0 or steps[1]["actor/lr"] < 1e-3
     assert "actor/kl_loss" in steps[2] and "actor/pg_loss" in steps[2]
+    # resume_from_checkpoint: the newest of the output folder, or a step's folder
+    longer, output = file.read_text().replace("max_steps: 2", "max_steps: 3"), tmp_path / "output"
+    for value, folder in (("true", "output"), (f"{output}/global_step_2", "elsewhere")):
+        changed = longer.replace("resume_from_checkpoint: false", f"resume_from_checkpoint: {value}")
+        file.write_text(changed.replace("/output", f"/{folder}", 1))
+        capsys.readouterr()
+        assert main(["roll", str(file), *words]) == 0
+        said = capsys.readouterr()
+        assert f"resumed from {output / 'global_step_2'}: 2 of 3 steps are done" in said.out + said.err
 
 
 HERE = Path(__file__).parent

@@ -6,7 +6,6 @@ another estimator needs only a registered function. The same loop runs on Ray an
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -620,10 +619,7 @@ class RayPPOTrainer(RecipeNames):
 
     def note_health(self, step: int) -> None:
         """Record the memory of the run's processes, and say which rules of ``trainer.health`` the step broke."""
-        roles = {pid: f"{role} {rank}" for role, group in self.worker_groups.items()
-                 for rank, pid in enumerate(getattr(group, "pids", ()))}  # fmt: skip
-        roles.pop(os.getpid(), None)  # of one local worker
-        self.metrics.update(self.run_memory.note(step, roles))
+        self.metrics.update(self.run_memory.note(step, self.worker_groups))
         found = self.health.note(self.metrics, self.token_entropy, self.run_memory.own_MiB, self.run_memory.free_MiB)
         self.metrics.update(self.health.metrics)
         for sentence in found:
