@@ -191,7 +191,7 @@ def test_going_on_with_the_newest_weights_leaves_no_prompt_out(tmp_path, monkeyp
     folder = {"trainer__default_local_dir": tmp_path / "run", "trainer__save_freq": 2, "data__shuffle": False}
     run(tmp_path, "ahead", monkeypatch, **AHEAD, **folder)
     (tmp_path / "run" / "latest_checkpointed_iteration.txt").write_text("2")
-    on_policy = {**folder, **APART, f"{ROLLOUT}__async_ratio": 0}
+    on_policy = {**folder, **APART, f"{ROLLOUT}__async_ratio": 0, "trainer__resume_allow_changes": True}
     run(tmp_path, "after", monkeypatch, **on_policy)
     inputs = [json.loads(line)["input"] for line in (tmp_path / "after" / "3.jsonl").read_text().splitlines()]
     assert len(set(inputs)) == 4
