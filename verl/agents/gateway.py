@@ -20,8 +20,8 @@ from aiohttp import web
 
 from verl.agents.base import at_close
 from verl.agents.session import Answer, Session, SessionError
+from verl.utils.py_functional import is_loopback
 from verl.workers.rollout.server.limits import MOST_TEXT_BYTES, Guard, RequestRefused, json_body
-from verl.workers.rollout.server.messages import is_loopback
 from verl.workers.rollout.server.openai_format import (
     END_OF_STREAM,
     STREAM_HEADERS,

@@ -36,8 +36,9 @@ from verl.agents.outputs import assemble_outputs, check_failures, check_images, 
 from verl.envs.host import close_hosts
 from verl.protocol import DataProto
 from verl.single_controller.errors import WorkerGroupError
+from verl.telemetry.run_record import say_early
 from verl.utils.exit_codes import ExitCode
-from verl.utils.py_functional import derive_seed
+from verl.utils.py_functional import derive_seed, is_loopback
 from verl.utils.tokenizer import hf_tokenizer
 from verl.workers.rollout.base import Completion, Request, SamplingParams
 from verl.workers.rollout.server.client import RolloutClient, RolloutServerError
@@ -164,6 +165,11 @@ class AgentLoopManager:
         agent_loop(rollout.agent.default_agent_loop)  # a wrong name fails before anything is generated
         check_chat_template(self.tokenizer, processor, config)
         self._start_servers()
+        if not is_loopback(rollout.server_host):
+            say_early(
+                f"note: rollout servers listen on {rollout.server_host}: other machines can send requests, with the "
+                f"api_key in {self.servers_file}"
+            )
         self._unseeded_calls = self._batches = 0
         self._known_causes: set[str] = set()
         """Causes of failed episodes that the user has read."""

@@ -17,7 +17,7 @@ from verl.checkpoint.manifest import digest, read_manifest
 from verl.config.base import ConfigError
 from verl.config.describe import CONFIG_FILE
 from verl.config.ppo import PPOConfig
-from verl.telemetry.run_record import MASK
+from verl.telemetry.run_record import MASK, mask
 
 _ROLLOUT = (
     "n temperature top_k top_p min_p repetition_penalty stop stop_token_ids sampling_kwargs* do_sample ignore_eos"
@@ -154,7 +154,7 @@ def changes(folder: Path, config: PPOConfig, identity: Mapping[str, Any]) -> lis
     if not (folder / CONFIG_FILE).exists():
         return []
     saved = dict(_leaves(json.loads((folder / CONFIG_FILE).read_text(encoding="utf-8"))))
-    own = dict(_leaves(json.loads(json.dumps(config.to_dict(), default=str))))
+    own = dict(_leaves(json.loads(json.dumps(mask(config.to_dict())))))
     # a key that one of the two lacks is of another release, which had its default
     keys = [key for key in own if key in saved and own[key] != saved[key] and MASK not in (own[key], saved[key])]
     found = [Change(key, saved[key], own[key], _changes_learning(key)) for key in keys if not _matches(key, _OWN)]

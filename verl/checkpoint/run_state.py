@@ -40,6 +40,7 @@ from verl.config.describe import CONFIG_FILE
 from verl.config.ppo import PPOConfig
 from verl.config.trainer import TrainerConfig
 from verl.protocol import DataProto
+from verl.telemetry.run_record import mask
 from verl.utils import fs
 
 AHEAD = "ahead.safetensors"
@@ -172,8 +173,8 @@ def save_driver_state(
 
 
 def save_options(folder: Path, options: dict[str, Any]) -> None:
-    """Write the options of the run into a step's folder, for ``verl config --diff``; nothing reads them on resume."""
-    write_atomic(folder / CONFIG_FILE, lambda path: path.write_text(json.dumps(options, indent=1, default=str)))
+    """Write the options of the run, secrets masked: ``verl config --diff`` and a resume read them."""
+    write_atomic(folder / CONFIG_FILE, lambda path: path.write_text(json.dumps(mask(options), indent=1)))
 
 
 def load_driver_state(folder: Path, loader: Any) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
 
-from verl.telemetry.run_record import log_only, print_through, terminal
+from verl.telemetry.run_record import log_only, print_through, shell_word, terminal
 
 # label, the metrics that it may show (the first one present), format
 NUMBERS: tuple[tuple[str, tuple[str, ...], str], ...] = (
@@ -239,8 +239,11 @@ def set_overrides(overrides: Sequence[str], new: Mapping[str, Any]) -> list[str]
 
 
 def command_line(overrides: Sequence[str], width: int = 100) -> str:
-    """A main_ppo command as it can be pasted into a shell, broken into lines of about ``width`` characters."""
-    return _wrapped([f"{_this_python()} -m verl.trainer.main_ppo", *map(shlex.quote, overrides)], width)
+    """A main_ppo command as it can be pasted into a shell, broken into lines of about ``width`` characters.
+
+    Secrets among the options are taken from variables of the shell.
+    """
+    return _wrapped([f"{_this_python()} -m verl.trainer.main_ppo", *map(shell_word, overrides)], width)
 
 
 def _wrapped(words: Sequence[str], width: int = 100) -> str:

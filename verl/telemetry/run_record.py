@@ -64,11 +64,25 @@ def is_secret(name: str) -> bool:
 
 
 def mask_text(text: str) -> str:
-    """``text`` without what looks like a token, without passwords in URLs, and without secrets of the environment."""
+    """``text`` without what looks like a token, passwords in URLs, and secrets of the environment and of options."""
     text = _NAMED_VALUE.sub(_without_value, _SECRET_VALUE.sub(MASK, text))
-    for value in [value for name, value in os.environ.items() if len(value) >= 8 and is_secret(name)]:
-        text = text.replace(value, MASK)
+    for value in (*_of_options, *(value for name, value in os.environ.items() if is_secret(name))):
+        if len(value) >= _SHORTEST_SECRET:  # a shorter one may be any word
+            text = text.replace(value, MASK)
     return text
+
+
+_SHORTEST_SECRET = 8
+_of_options: set[str] = set()
+"""Secrets among the options of the runs of this process: what is printed may name them."""
+
+
+def _secrets_in(value: Any, name: str = "") -> Iterator[str]:
+    if isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from _secrets_in(item, str(key))
+    elif isinstance(value, str) and is_secret(name):
+        yield value
 
 
 def _without_value(found: re.Match) -> str:
@@ -90,12 +104,12 @@ def mask(value: Any, name: str = "") -> Any:
     return MASK if value and is_secret(name) else mask_text(str(value))
 
 
-def _shell_word(word: str) -> str:
+def shell_word(word: str) -> str:
     """A word of the command as a shell reads it; a secret's value is taken from a variable of the shell's."""
     name, has_value, value = word.partition("=")
     if has_value and value not in ("", "null") and (is_secret(name) or mask_text(value) != value):
         variable = re.sub(r"\W", "_", name.lstrip("+").rpartition(".")[2]).upper()
-        return f'{shlex.quote(f"{name}=")}"${{{variable}:?its value is not kept in this file}}"'
+        return f'{shlex.quote(f"{name}=")}"${{{variable}:?its value was not kept}}"'
     return shlex.quote(mask_text(word))
 
 
@@ -121,6 +135,7 @@ class RunRecord:
         """
         import yaml
 
+        _of_options.update(_secrets_in(config))
         self.folder = Path(folder).expanduser().absolute()
         self.folder.mkdir(parents=True, exist_ok=True)
         self._write(COMMAND, command_script(words))
@@ -273,8 +288,8 @@ class _Copy:
 def _command(words: Sequence[str] | None) -> list[str]:
     """The command as words of a shell."""
     if words is None:
-        return list(map(_shell_word, sys.orig_argv))
-    return [f"{shlex.quote(sys.executable or 'python')} -m verl.trainer.main_ppo", *map(_shell_word, words)]
+        return list(map(shell_word, sys.orig_argv))
+    return [f"{shlex.quote(sys.executable or 'python')} -m verl.trainer.main_ppo", *map(shell_word, words)]
 
 
 def command_script(words: Sequence[str] | None) -> str:
@@ -295,7 +310,7 @@ def environment() -> dict[str, Any]:
         "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         "host": socket.gethostname(),
         "folder": os.getcwd(),
-        "program": " ".join(map(_shell_word, sys.orig_argv)),
+        "program": " ".join(map(shell_word, sys.orig_argv)),
         "python": f"{platform.python_version()} {sys.executable}",
         "system": f"{platform.platform()}, {platform.libc_ver()[1]}",
         **_installed(),

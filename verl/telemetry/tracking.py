@@ -19,6 +19,7 @@ from typing import Any, TextIO
 from urllib.parse import urlparse
 
 from verl.compat import NotBuilt
+from verl.telemetry.run_record import mask
 from verl.utils.process import get_logger, warn_once
 
 logger = get_logger(__name__)
@@ -471,7 +472,8 @@ def _section(config: Mapping[str, Any], *names: str) -> Mapping[str, Any]:
 
 
 def _plain_dict(config: Mapping[str, Any]) -> dict[str, Any]:
-    return config.to_dict() if hasattr(config, "to_dict") else dict(config)
+    """The options as plain values, secrets masked: who may read a run there need not be its user."""
+    return mask(config.to_dict() if hasattr(config, "to_dict") else config)
 
 
 def _print_generations(samples: Sequence[Sequence[Any]], step: int) -> None:

@@ -5,16 +5,21 @@ Every function works without a process group too: one process is then a world of
 
 from __future__ import annotations
 
+import logging
 import os
+import socket
 import sys
 from datetime import timedelta
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from verl.utils.device import collective_backend, current_device, get_device_name
+from verl.utils.py_functional import is_loopback
+
+logger = logging.getLogger(__name__)
 
 
 def ensure_process_group(device: str = "cpu", timeout_s: float = 600.0) -> None:
@@ -32,12 +37,40 @@ def ensure_process_group(device: str = "cpu", timeout_s: float = 600.0) -> None:
     backend = "gloo" if device == "cpu" else f"cpu:gloo,{device}:{collective_backend(device)}"
     timeout = timedelta(seconds=timeout_s)
     if "RANK" in os.environ and int(os.environ.get("WORLD_SIZE", 1)) > 1:
+        rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        if is_loopback(os.environ.get("MASTER_ADDR", "")):
+            # gloo would listen at the address of the host's name
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        store = _rendezvous(rank, world_size, timeout)
         # no device_id: the groups of a mesh would then be split off this one, gloo's part included
-        dist.init_process_group(backend, timeout=timeout)
+        dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
     else:
         hook = sys.excepthook
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
         sys.excepthook = hook  # torch's puts [rank0] before each line of a traceback; there is one rank only
+
+
+def _rendezvous(rank: int, world_size: int, timeout: timedelta) -> dist.Store:
+    """The store by which the ranks meet. Rank 0 serves it at MASTER_ADDR alone: it has no authentication.
+
+    torch's own listens on all interfaces; it is taken where rank 0 does not have that address, or torchrun serves it.
+    """
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    is_master = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    options: dict[str, Any] = {}
+    if is_master:
+        try:
+            # backlog: all ranks come at once
+            listener = socket.create_server((address, port), family=_family(address), backlog=2048)
+            options["master_listen_fd"] = listener.detach()
+        except OSError as error:  # a name of another interface, or a port that a store of this process serves already
+            logger.warning("the store of the process group listens on all interfaces: %s:%d: %s", address, port, error)
+    store = dist.TCPStore(address, port, world_size, is_master, timeout, multi_tenant=True, **options)
+    return dist.PrefixStore("default_pg", store)
+
+
+def _family(address: str) -> socket.AddressFamily:
+    return socket.getaddrinfo(address, None, type=socket.SOCK_STREAM)[0][0]
 
 
 def initialize_global_process_group(timeout_second: float = 36000) -> tuple[int, int, int]:

@@ -4,6 +4,7 @@ import asyncio
 import difflib
 import functools
 import hashlib
+import ipaddress
 import os
 import re
 import signal
@@ -168,3 +169,13 @@ def derive_seed(*parts: int | str) -> int:
     """
     text = "/".join(f"{type(part).__name__}:{part}" for part in parts)
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine reaches what listens on ``host``."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False

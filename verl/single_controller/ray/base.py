@@ -8,7 +8,6 @@ object store.
 import faulthandler
 import os
 import pickle
-import shutil
 import signal
 import time
 import uuid
@@ -17,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-os.environ.setdefault("RAY_AUTH_MODE", "disabled")  # a cluster of one user on one machine; read when ray is imported
+os.environ.setdefault("RAY_AUTH_MODE", "disabled")  # of clusters that others started; read when ray is imported
 
 import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
@@ -49,7 +48,7 @@ from verl.single_controller.errors import (
     end_of_stderr,
 )
 from verl.single_controller.processes import is_readable, open_pidfd, outcome_by_pidfd
-from verl.single_controller.ray.cluster import init_ray
+from verl.single_controller.ray.cluster import init_ray, start_own_cluster
 from verl.single_controller.ray.pools import (  # noqa: F401  users import pools from here
     RayResourcePool,
     extract_pg_from_exist,
@@ -57,6 +56,7 @@ from verl.single_controller.ray.pools import (  # noqa: F401  users import pools
     sort_placement_group_by_node_ip,
 )
 from verl.single_controller.ray.reaper import start_reaper
+from verl.telemetry.run_record import say_early
 
 _STACK_DUMP_S = 0.5
 
@@ -480,6 +480,8 @@ class RayController:
     def start(self, ray_init: Mapping[str, Any] | None = None, env: Mapping[str, Any] | None = None) -> None:
         """Connect to the cluster RAY_ADDRESS names, else start one on this machine; not if Ray is already running.
 
+        One of this machine listens on loopback, and takes calls with its own token only (``RAY_AUTH_MODE``).
+
         Args:
             ray_init: num_cpus (None: the cores, 8 at least: a CPU of Ray is a seat, not a core), object_store_memory_mb
                 (MiB), include_dashboard, timeline_json_file (written by `stop`), runtime_env (Ray's own).
@@ -494,19 +496,17 @@ class RayController:
         self._started = True
         runtime_env = {name: _unfrozen(value) for name, value in dict(options.get("runtime_env") or {}).items()}
         if "RAY_ADDRESS" in os.environ:
+            say_early(
+                f"note: this run joins the Ray cluster at {os.environ['RAY_ADDRESS']}: Ray listens where that cluster "
+                "was started to, process groups at the addresses of its nodes, and these ask for no key. Let only its "
+                "nodes reach them (docs/security.md)."
+            )
             init_ray(runtime_env={**runtime_env, "env_vars": env})
             return
         runtime_env.pop("env_vars", None)  # they are in this process's environment, which the workers inherit
-        os.environ.update({name: os.environ.get(name, value) for name, value in _FRUGAL.items()})
-        init_ray(
-            num_cpus=options.get("num_cpus") or max(8, os.cpu_count() or 1),
-            object_store_memory=_object_store_bytes(options.get("object_store_memory_mb")),
-            include_dashboard=bool(options.get("include_dashboard", False)),
-            logging_level="WARNING",
-            runtime_env=runtime_env or None,
-        )
+        start_own_cluster(options, runtime_env)
         node = ray._private.worker._global_node
-        for raylet in node.all_processes.get("raylet", []):
+        for raylet in node.all_processes.get("raylet", []) if node else ():
             self._reaper = start_reaper(raylet.process.pid, node.get_session_dir_path())
 
     def stop(self) -> None:
@@ -521,25 +521,8 @@ class RayController:
             self._reaper = None
 
 
-_FRUGAL = {
-    "RAY_prestart_worker_first_driver": "0",  # no idle workers, a third of a CPU-second each
-    "RAY_enable_worker_prestart": "0",
-    "RAY_USAGE_STATS_ENABLED": "0",
-    "RAY_SCHEDULER_EVENTS": "0",  # its advice on clusters; what a pool lacks is an error of ours
-}
-"""Environment of a cluster of our own."""
-
-
 def _unfrozen(value: Any) -> Any:
     """Plain dicts and lists, which Ray may fill in."""
     if isinstance(value, Mapping):
         return {name: _unfrozen(item) for name, item in value.items()}
     return [_unfrozen(item) for item in value] if isinstance(value, list | tuple) else value
-
-
-def _object_store_bytes(size_MiB: float | None) -> int:
-    """Size of the object store: as requested, else 1 GiB, or half of the shared memory if that is less."""
-    if size_MiB:
-        return int(size_MiB * 1024**2)
-    free = shutil.disk_usage("/dev/shm").free if os.path.isdir("/dev/shm") else 1 << 31
-    return max(80 << 20, min(1 << 30, free // 2))

@@ -15,9 +15,9 @@ from urllib.parse import urlsplit
 
 from aiohttp import web
 
-from verl.utils.py_functional import excerpt
+from verl.utils.py_functional import excerpt, is_loopback
 from verl.workers.rollout.base import Request
-from verl.workers.rollout.server.messages import is_loopback, token_ids
+from verl.workers.rollout.server.messages import token_ids
 
 MOST_BYTES = 1 << 28
 """Longest body of ``POST /generate``: a prompt with its images."""

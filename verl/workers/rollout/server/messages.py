@@ -8,7 +8,6 @@ from __future__ import annotations
 import base64
 import dataclasses
 import io
-import ipaddress
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from numbers import Integral, Real
@@ -176,16 +175,6 @@ def media_from_json(media: Any) -> dict[str, list[Any]]:
             raise ValueError(f"media.image[{place}] cannot be read: {error}.") from None
         images.append(image)
     return {"image": images}
-
-
-def is_loopback(host: str) -> bool:
-    """Whether only this machine reaches what listens on ``host``."""
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
 
 
 def allow_many_connections() -> None:

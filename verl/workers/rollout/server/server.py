@@ -21,14 +21,13 @@ from typing import Any
 
 from aiohttp import web
 
-from verl.utils.py_functional import derive_seed
+from verl.utils.py_functional import derive_seed, is_loopback
 from verl.workers.rollout.base import Completion, Request, RolloutEngine, empty_completion
 from verl.workers.rollout.server.engine_loop import Broadcast, EngineDied, EngineLoop, Event
 from verl.workers.rollout.server.limits import MOST_BYTES, Guard, RequestRefused, check_request, json_body
 from verl.workers.rollout.server.messages import (
     allow_many_connections,
     completion_to_json,
-    is_loopback,
     request_from_json,
 )
 from verl.workers.rollout.server.openai_api import OpenAIRoutes
