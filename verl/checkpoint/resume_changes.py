@@ -157,7 +157,8 @@ def changes(folder: Path, config: PPOConfig, identity: Mapping[str, Any]) -> lis
     own = dict(_leaves(json.loads(json.dumps(mask(config.to_dict())))))
     # a key that one of the two lacks is of another release, which had its default
     keys = [key for key in own if key in saved and own[key] != saved[key] and MASK not in (own[key], saved[key])]
-    found = [Change(key, saved[key], own[key], _changes_learning(key)) for key in keys if not _matches(key, _OWN)]
+    keys = [key for key in keys if not _matches(key, _OWN) and (config.uses_critic or not key.startswith("critic."))]
+    found = [Change(key, saved[key], own[key], _changes_learning(key)) for key in keys]
     manifest = read_manifest(folder)
     before = manifest.about.get("learns_from", {}) if manifest else {}
     for key in before.keys() & identity.keys():
