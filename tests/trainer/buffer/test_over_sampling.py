@@ -217,6 +217,7 @@ def test_a_resumed_run_equals_the_uninterrupted_one(engine, tmp_path, partial):
                 run.restart(tmp_path)
         return results(run)
 
+    engine.update(1)  # awake, also where this test runs alone
     assert go(restarts=False) == go(restarts=True)
 
 
