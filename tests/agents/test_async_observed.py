@@ -36,7 +36,9 @@ def test_prometheus_can_scrape_a_server(monkeypatch, run):
 
     def scrape(manager):
         if not manager._loop.is_closed():
-            found.append(httpx.get(f"{manager.addresses[0]}/metrics"))
+            key = json.loads(manager.servers_file.read_text())["api_key"]
+            headers = {"Authorization": f"Bearer {key}"}
+            found.append(httpx.get(f"{manager.addresses[0]}/metrics", headers=headers))
         close(manager)
 
     monkeypatch.setattr(AgentLoopManager, "close", scrape)

@@ -181,6 +181,8 @@ BAD = {
     "validation alone, of nothing": (
         ["trainer.val_only=true", "data.val_files=null"], "with data.val_files=null: nothing is there to validate"),
     "unknown logger": (["trainer.logger=[consol]"], "is not a known logger; did you mean 'console'"),
+    "a rule to halt on that is off": (
+        ["trainer.halt_on=[truncation]", "trainer.health.truncation=null"], "switches that rule off"),
     "unknown device": (["trainer.device=gpu"], "must be one of cuda, cpu, npu"),
     "built-in rules for a whole batch": (
         ["reward_model.reward_manager=batch"], "without custom_reward_function.path: the built-in rules take one"),

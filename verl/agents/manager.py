@@ -41,8 +41,8 @@ from verl.utils.exit_codes import ExitCode
 from verl.utils.py_functional import derive_seed, is_loopback
 from verl.utils.tokenizer import hf_tokenizer
 from verl.workers.rollout.base import Completion, Request, SamplingParams
-from verl.workers.rollout.server.client import RolloutClient, RolloutServerError
-from verl.workers.rollout.server.messages import sampling_from_json
+from verl.workers.rollout.server.client import RolloutClient
+from verl.workers.rollout.server.messages import RolloutServerError, sampling_from_json
 
 # -- The rollout servers as one row's agent loop sees them -----------------------------------------------------------
 _OTHER_NAMES = {"logprobs": "want_log_probs", "max_new_tokens": "max_tokens"}

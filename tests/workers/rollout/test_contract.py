@@ -301,6 +301,7 @@ def test_weights_that_are_read_from_the_folder_are_version_zero(built, ready, re
 
 def test_a_canary_of_an_engine_has_the_log_probs_of_its_weights(ready, reference):
     rollout, prompts = ready(), canary_prompts(lambda text: [4 + ord(c) % 90 for c in text], 8, 64)
+    rollout.monitor.take_metrics({})  # what other tests asked the engine for
     canary = generate_canary(rollout, prompts, version=1)
     assert canary.version == 1 and len(canary.tokens) == len(prompts) == 8 and max(map(len, prompts)) == 8
     model = reference("tied")

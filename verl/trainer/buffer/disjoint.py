@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 from verl.protocol import DataProto, DataProtoFuture
 from verl.single_controller.background import BackgroundCall, run_concurrently
 from verl.single_controller.errors import WorkerDied, WorkerError, WorkerGroupError
-from verl.workers.rollout.server.client import RolloutServerError
+from verl.workers.rollout.server.messages import RolloutServerError
 
 T = TypeVar("T")
 

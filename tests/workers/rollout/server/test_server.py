@@ -14,8 +14,8 @@ from tests.workers.rollout.test_contract import mixed_requests, some_prompts
 from verl.utils.tokenizer import hf_tokenizer
 from verl.workers.rollout import get_rollout_class
 from verl.workers.rollout.base import Request, RequestsRunningError, SamplingParams
-from verl.workers.rollout.server.client import RolloutClient, RolloutServerError
-from verl.workers.rollout.server.messages import request_from_json, request_to_json
+from verl.workers.rollout.server.client import RolloutClient
+from verl.workers.rollout.server.messages import RolloutServerError, request_from_json, request_to_json
 from verl.workers.rollout.server.server import RolloutServer
 from verl.workers.rollout.weights.sync import sync_weights
 

@@ -17,20 +17,18 @@ from typing import Any
 
 import aiohttp
 
-from verl.utils.exit_codes import ExitCode
 from verl.workers.rollout.base import Completion, Request, empty_completion
 from verl.workers.rollout.monitor import Span
-from verl.workers.rollout.server.messages import allow_many_connections, completion_from_json, request_to_json
+from verl.workers.rollout.server.messages import (
+    RolloutServerError,
+    allow_many_connections,
+    completion_from_json,
+    request_to_json,
+)
 
 _SESSIONS = 100_000  # conversations whose server is remembered
 _SPANS = 1_000_000  # requests whose times are kept until `take_spans`
 _MAX_NAMED = 4
-
-
-class RolloutServerError(RuntimeError):
-    """A rollout server died, did not answer, or its engine failed; names it and its last requests."""
-
-    exit_class = ExitCode.WORKER
 
 
 @dataclass

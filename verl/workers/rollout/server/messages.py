@@ -13,6 +13,7 @@ from contextlib import suppress
 from numbers import Integral, Real
 from typing import Any
 
+from verl.utils.exit_codes import ExitCode
 from verl.utils.py_functional import excerpt
 from verl.workers.rollout.base import Completion, Request, SamplingParams
 
@@ -35,6 +36,12 @@ _LONGEST_ID = 256
 _MOST_PIXELS = 1 << 26
 _LARGEST = 1e300
 REQUEST_FIELDS = ("prompt_ids", "sampling", "seed", "media", "request_id", "priority")
+
+
+class RolloutServerError(RuntimeError):
+    """A rollout server died, did not answer, or its engine failed; names it and its last requests."""
+
+    exit_class = ExitCode.WORKER
 
 
 def request_to_json(request: Request, request_id: str, priority: int = 0) -> dict[str, Any]:
