@@ -52,8 +52,10 @@ class Run:
     def wait_until_generating(self):
         """Return while requests of the second step are being generated."""
         self.wait_for(lambda: "step:1" in self.text(), "the first step")
-        health = [url.replace("/v1", "/health") for url in self.servers()["base_urls"]]
-        self.wait_for(lambda: all(httpx.get(url).json()["running"] > 1 for url in health), "requests")
+        servers = self.servers()
+        headers = {"Authorization": f"Bearer {servers['api_key']}"}
+        health = [url.replace("/v1", "/health") for url in servers["base_urls"]]
+        self.wait_for(lambda: all(httpx.get(url, headers=headers).json()["running"] > 1 for url in health), "requests")
 
     def workers(self):
         return [p for p in descendants(self.driver.pid) if is_worker(p, self.controller)]
