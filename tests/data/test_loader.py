@@ -1,4 +1,5 @@
 import itertools
+import multiprocessing
 
 import pytest
 import torch
@@ -48,6 +49,15 @@ def test_worker_processes_do_not_change_the_order(dataset, workers):
     together = build_train_loader({**CONFIG, "dataloader_num_workers": workers}, dataset)
     for _ in range(2):
         assert order(together) == order(alone)
+
+
+def test_worker_processes_end_with_an_epoch_that_is_left(dataset):
+    before = set(multiprocessing.active_children())
+    batches = iter(build_train_loader({**CONFIG, "dataloader_num_workers": 2}, dataset))
+    next(batches)
+    workers = set(multiprocessing.active_children()) - before
+    batches.close()
+    assert len(workers) == 2 and not any(worker.is_alive() for worker in workers)
 
 
 @pytest.mark.parametrize("given", range(10))

@@ -417,12 +417,25 @@ class PromptLoader(StatefulDataLoader):
             start = 0
         self._rows_given = self._batches.skip_rows = start
         self._epoch_state, self._epoch_rows = _state_of(self.sampler), len(self.sampler)
-        # counted when given out: workers prefetch batches that training has not seen
-        for batch in super().__iter__():
-            self._rows_given += self.batch_size
-            yield batch
+        try:
+            # counted when given out: workers prefetch batches that training has not seen
+            for batch in super().__iter__():
+                self._rows_given += self.batch_size
+                yield batch
+        finally:
+            self.close()
         self._rows_given = 0
         self._epoch_state, self._epoch_rows = _state_of(self.sampler), len(self.sampler)
+
+    def close(self) -> None:
+        """End the worker processes; reading begins with new ones.
+
+        Left to the garbage collector, which may close their queues first, each takes five seconds to end.
+        """
+        iterator = vars(self).get("_iterator")
+        self._iterator = None
+        if hasattr(iterator, "_shutdown_workers"):  # torch has no public name for it
+            iterator._shutdown_workers()
 
     def state_dict(self) -> dict[str, Any]:
         """Return the rows given out of this epoch, the sampler's state at its start, and the dataset's state."""
