@@ -1,4 +1,4 @@
-"""A tiny random model learns to cross a frozen lake, turn by turn, by reading its map; and does not without the map."""
+"""A tiny random model learns to cross a frozen lake, turn by turn, by reading its map."""
 
 import pytest
 
@@ -61,14 +61,6 @@ def successes(tmp_path, monkeypatch):
 @pytest.mark.learning
 def test_an_agent_learns_to_cross_the_lake(successes):
     check_learned("frozen lake, grpo", successes(), over=(10, 10))
-
-
-@pytest.mark.learning
-def test_without_its_map_half_of_the_lakes_are_the_most(successes):
-    """Two thirds of the steps: with its map a policy is above 0.6 by then."""
-    steps = STEPS * 2 // 3
-    scores = successes(**{f"{KWARGS}__show_map": False, "trainer__total_training_steps": steps})
-    assert len(scores) == steps and sum(scores[-10:]) / 10 < 0.6
 
 
 @pytest.mark.learning
