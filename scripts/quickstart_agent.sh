@@ -30,7 +30,7 @@ case $steps in
     *[!0-9]* | 0 | '') echo "quickstart_agent.sh: --steps $steps is no positive number" >&2; exit 2 ;;
 esac
 
-export MODEL=models/tiny-qwen2 ESTIMATOR=$estimator STEPS=$steps
+export MODEL=models/tiny-qwen2-80k ESTIMATOR=$estimator STEPS=$steps
 export RUN=${RUN:-runs/quickstart-agent-$(date +%Y%m%d-%H%M%S)}
 command=(bash examples/agentic/run_frozen_lake_tiny_cpu.sh "${overrides[@]}")
 if [ $dry_run = 1 ]; then
@@ -42,7 +42,7 @@ echo "== 1/3 environment"
 bash scripts/setup_env.sh
 export PATH="$PWD/.venv/bin:$PATH" TOKENIZERS_PARALLELISM=false
 echo "== 2/3 model (random weights)"
-[ -f "$MODEL/model.safetensors" ] || python3 -m verl.utils.tiny_model "$MODEL"
+[ -f "$MODEL/model.safetensors" ] || python3 -m verl.utils.tiny_model "$MODEL" --size tiny
 echo "== 3/3 training (results in $RUN)"
 "${command[@]}"
 echo

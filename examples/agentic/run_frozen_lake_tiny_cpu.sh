@@ -7,7 +7,7 @@ set -euo pipefail
 
 STEPS=${STEPS:-120}
 ESTIMATOR=${ESTIMATOR:-grpo}                    # or gigpo, which also compares turns that began on the same map
-MODEL=${MODEL:-models/tiny-qwen2}               # python -m verl.utils.tiny_model $MODEL
+MODEL=${MODEL:-models/tiny-qwen2-80k}           # python -m verl.utils.tiny_model $MODEL --size tiny
 RUN=${RUN:-runs/frozen-lake-$ESTIMATOR}
 
 options=(

@@ -6,7 +6,9 @@ import subprocess
 from pathlib import Path
 
 import pytest
+import yaml
 
+from tests.agents.test_learning_env import LAKE
 from tests.support.commands import ROOT, calls_of, main_ppo_overrides
 from verl.config.load import load_ppo_config
 
@@ -105,6 +107,18 @@ def test_quickstart_of_agents_runs_the_recipe(flags, tmp_path):
     assert (config.trainer.total_training_steps, config.trainer.test_freq, config.trainer.seed) == (3, 3, 7)
     assert config.algorithm.adv_estimator == ("gigpo" if flags else "grpo")
     assert config.env.tag("FrozenLake").kwargs.get("show_map", True) == (not flags)
+
+
+def test_quickstart_of_agents_trains_what_the_learning_test_trains(tmp_path):
+    """The same options, and a model of the same size: one of 2.5M stays at one half with this learning rate."""
+    assert 'verl.utils.tiny_model "$MODEL" --size tiny' in (ROOT / "scripts" / "quickstart_agent.sh").read_text()
+    (overrides,) = main_ppo_overrides(calls_of(ROOT / "examples" / "agentic" / "run_frozen_lake_tiny_cpu.sh", tmp_path))
+    published = dict(word.split("=", 1) for word in overrides)
+    tested = {key.replace("__", "."): str(value) for key, value in LAKE.items()}
+    shared = set(published) & set(tested) - {"trainer.logger", "trainer.save_freq"}
+    assert len(shared) >= 14
+    differing = {key for key in shared if yaml.safe_load(published[key]) != yaml.safe_load(tested[key])}
+    assert not differing
 
 
 def test_ci_calls_exactly_the_test_script():
