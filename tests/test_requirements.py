@@ -14,11 +14,12 @@ DISTRIBUTION |= {"math_verify": "math-verify", "latex2sympy2_extended": "latex2s
 DISTRIBUTION |= {"cloudpickle": "ray", "PIL": "pillow"}
 # Imported only where the user brought them: by an option that names them, or on a machine that has them.
 OPTIONAL = {"flash_attn", "vllm", "sglang", "modelscope", "torch_npu", "nvtx", "mlflow", "weave"}
-OPTIONAL |= {"deepspeed", "liger_kernel", "torchao", "reasoning_gym", "langdetect"}
+OPTIONAL |= {"deepspeed", "megatron", "mbridge", "liger_kernel", "torchao", "reasoning_gym", "langdetect"}
 OPTIONAL |= {"gymnasium", "textarena", "openenv"}  # environments of other packages
 OPTIONAL |= {"openai", "langgraph", "langchain_core", "langchain_openai"}  # agents of the examples and recipes
 OPTIONAL |= {"prometheus_client"}  # comes with vLLM, whose numbers it holds
 OPTIONAL |= {"mcp", "httpx2"}  # tools of MCP servers; the first brings the second
+OPTIONAL |= {"playwright"}  # the test of the page in a browser
 OPTIONAL |= {"av", "reasoning_gym"}  # video files as data; tasks that a script generates
 
 

@@ -15,9 +15,10 @@ os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
 warn_of_other_distribution()
 
 if TYPE_CHECKING:
+    from verl.api import Trainer, make_config
     from verl.protocol import DataProto
 
-__all__ = ["DataProto", "__version__"]
+__all__ = ["DataProto", "Trainer", "__version__", "make_config"]
 
 compat.install()
 
@@ -27,4 +28,8 @@ def __getattr__(name: str):
         from verl.protocol import DataProto
 
         return DataProto
+    if name in ("Trainer", "make_config"):
+        from verl import api
+
+        return getattr(api, name)
     raise compat.missing(__name__, name, __all__)

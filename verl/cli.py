@@ -9,14 +9,56 @@ from typing import NamedTuple
 from verl.utils.distribution import warn_of_other_distribution
 
 
+def _init(words: list[str]) -> int:
+    from verl.init import main
+
+    return main(words)
+
+
 def _ppo(words: list[str]) -> None:
     from verl.trainer.main_ppo import main
 
     main(words)
 
 
+def _sft(words: list[str]) -> None:
+    from verl.trainer.sft_trainer import main
+
+    main(words)
+
+
+def _dpo(words: list[str]) -> None:
+    from verl.trainer.dpo_trainer import main
+
+    main(words)
+
+
+def _rm(words: list[str]) -> None:
+    from verl.trainer.rm_trainer import main
+
+    main(words)
+
+
 def _agentic(words: list[str]) -> None:
     from verl.trainer.main_agentic import main
+
+    main(words)
+
+
+def _generate(words: list[str]) -> None:
+    from verl.trainer.main_generation import main
+
+    main(words)
+
+
+def _eval(words: list[str]) -> None:
+    from verl.trainer.main_eval import main
+
+    main(words)
+
+
+def _chat(words: list[str]) -> None:
+    from verl.trainer.main_chat import main
 
     main(words)
 
@@ -34,7 +76,10 @@ def _check(words: list[str]) -> int:
 
 
 def _env(words: list[str]) -> int:
-    from verl.envs.check import main
+    if not words or words[0].startswith("-"):
+        from verl.telemetry.diagnose import main
+    else:
+        from verl.envs.check import main
 
     return main(words)
 
@@ -52,9 +97,21 @@ def _roll(words: list[str]) -> int:
 
 
 def _trajectories(words: list[str]) -> int:
-    from verl.telemetry.trajectory_command import main
+    from verl.view.trajectory_command import main
 
     return main(words)
+
+
+def _view(words: list[str]) -> int:
+    from verl.view.command import main
+
+    return main(words)
+
+
+def _report(words: list[str]) -> int:
+    from verl.view.command import report
+
+    return report(words)
 
 
 def _replay(words: list[str]) -> int:
@@ -92,14 +149,23 @@ class Command(NamedTuple):
 
 
 COMMANDS: dict[str, Command] = {
+    "init": Command("make a folder to start from: configuration, reward, rows, the first command", _init),
     "ppo": Command("train: PPO, GRPO and their relatives, as python -m verl.trainer.main_ppo", _ppo),
+    "sft": Command("supervised fine-tuning, as python -m verl.trainer.sft_trainer", _sft),
+    "dpo": Command("learn from preference pairs, as python -m verl.trainer.dpo_trainer", _dpo),
+    "rm": Command("train a reward model on preference pairs, as python -m verl.trainer.rm_trainer", _rm),
     "agentic": Command("train in environments, as python -m verl.trainer.main_agentic", _agentic),
+    "generate": Command("responses of a model or a checkpoint to a data file: verl generate MODEL DATA", _generate),
+    "eval": Command("score responses, or a model on data sets: verl eval RESPONSES, verl eval MODEL gsm8k", _eval),
+    "chat": Command("talk to a model or a checkpoint in the terminal, tools included: verl chat MODEL", _chat),
     "doctor": Command("examine a configuration before a run: batches, memory, data, rewards", _doctor),
     "check": Command("look at data files, or at all a command line names, before a run does", _check),
-    "env": Command("play an environment before a run does, and list environments: verl env check NAME", _env),
+    "env": Command("this machine, for a bug report; verl env check NAME plays an environment, verl env list", _env),
     "config": Command("options: their meaning and values, and how two configurations differ", _config),
     "roll": Command("train from a configuration written for ROLL, or show its command line", _roll),
     "trajectories": Command("show what the policy did: trajectories of a run as text or one page", _trajectories),
+    "view": Command("show runs in a browser or as text: curves, options, warnings, samples", _view),
+    "report": Command("write a run as one HTML file: verl report RUN", _report),
     "replay": Command("compute a recorded training step again, and find the row that breaks it", _replay),
     "merge": Command("make a Hugging Face folder of a run's newest checkpoint: verl merge RUN", _merge),
     "clean": Command("remove what a killed run left: processes, Ray's session, temporary folders", _clean),

@@ -44,7 +44,9 @@ ADDRESSES: dict[str, str] = {
     "verl.utils.dataset.dynamicgen_dataset": "verl.data.dynamicgen_dataset",
     "verl.utils.dataset.dynamicgen_sampler": "verl.data.loader",
     "verl.utils.dataset.rl_dataset": "verl.data.rl_dataset",
+    "verl.utils.dataset.multiturn_sft_dataset": "verl.data.sft_dataset",
     "verl.utils.dataset.sampler": "verl.data.loader",
+    "verl.utils.dataset.sft_dataset": "verl.data.sft_dataset",
     "verl.utils.dataset.vision_utils": "verl.data.vision",
     "verl.utils.debug": "verl.telemetry.profiler",
     "verl.utils.debug.performance": "verl.telemetry.profiler",
@@ -85,15 +87,13 @@ FOLDERS: dict[str, str] = {
 }
 """The same for all modules of a folder that keep their last name."""
 
-_SFT, _RM = "verl.utils.dataset.sft_dataset", "verl.utils.dataset.rm_dataset"
+_RM = "verl.utils.dataset.rm_dataset"
 _TOOL_LOOP = "verl.experimental.agent_loop.tool_agent_loop"
 NAMES_NOT_BUILT: dict[str, dict[str, str]] = {
     "verl.agents.tool_agent": {name: f"{_TOOL_LOOP}.{name}" for name in ("AgentData", "AgentState")},
-    "verl.data": {"SFTDataset": _SFT, "MultiTurnSFTDataset": _SFT, "RMDataset": _RM},
+    "verl.data": {"RMDataset": _RM},
     "verl.config": {
-        **dict.fromkeys(
-            ("McoreActorConfig", "McoreCriticConfig", "McoreEngineConfig", "McoreOptimizerConfig"), "verl.models.mcore"
-        ),
+        **dict.fromkeys(("McoreActorConfig", "McoreCriticConfig"), "verl.models.mcore"),
         "McoreRewardModelConfig": "verl.models.mcore",
         "VeOmniEngineConfig": "verl.workers.engine.veomni",
         "TorchtitanEngineConfig": "verl.workers.engine.torchtitan",

@@ -13,6 +13,9 @@
 The first four are for instruct models, ``digits`` is for any model, one with random weights included. Test prompts are
 all different. A one-digit task has at most 100 prompts, so most of them are in the training file too: what is measured
 is whether the model learns the task, not whether it generalises.
+
+With ``--pairs`` a row has ``prompt``, ``chosen``, the right answer, and ``rejected``, that to another question: for
+``verl dpo`` and ``verl rm``.
 """
 
 import argparse
@@ -82,6 +85,17 @@ def make_splits(task: str, train_size: int, test_size: int | None, seed: int) ->
     }
 
 
+def to_pairs(rows: list[dict], answers: list[str], seed: int) -> list[dict]:
+    """Rows with a right and a wrong answer."""
+    order = random.Random(f"wrong {seed}")
+    pairs = []
+    for made in rows:
+        right = made["reward_model"]["ground_truth"]
+        wrong = order.choice([answer for answer in answers if answer != right])
+        pairs.append({"prompt": made["prompt"][-1]["content"], "chosen": right, "rejected": wrong})
+    return pairs
+
+
 def _rounds(questions: list[tuple[str, str]], order: random.Random) -> Iterator[tuple[str, str]]:
     while True:
         yield from order.sample(questions, len(questions))
@@ -93,11 +107,17 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--train_size", type=int, default=512, help="training prompts (default 512)")
     parser.add_argument("--test_size", type=int, help="test prompts, all different (default 100, or all there are)")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--pairs", action="store_true", help="right and wrong answers, for preference training")
     add_output_options(parser, "~/data/arithmetic")
     options = parser.parse_args(arguments)
     if options.train_size < 1 or options.test_size is not None and options.test_size < 1:
         parser.error(f"--train_size={options.train_size} and --test_size={options.test_size} must be at least 1")
     splits = make_splits(options.task, options.train_size, options.test_size, options.seed)
+    if options.pairs and options.task == "digits":
+        parser.error("--pairs: the task digits has no wrong answers; use add1, mul1, max3 or even")
+    if options.pairs:
+        answers = sorted({answer for _, answer in TASKS[options.task]()})
+        splits = {split: to_pairs(rows, answers, options.seed) for split, rows in splits.items()}
     save_splits(splits, options.local_save_dir, options.hdfs_dir)
 
 

@@ -83,9 +83,8 @@ def start_run(tmp_path):
             os.killpg(run.driver.pid, signal.SIGKILL)
 
 
-@pytest.mark.parametrize("controller", ["local", pytest.param("ray", marks=pytest.mark.ray)])
-def test_a_worker_killed_while_it_generates_ends_the_run_with_its_name(start_run, controller):
-    run = start_run(trainer__controller=controller, **SLOW)
+def test_a_worker_killed_while_it_generates_ends_the_run_with_its_name(start_run):
+    run = start_run(**SLOW)
     run.wait_until_generating()
     run.workers()[-1].send_signal(signal.SIGKILL)
     code, text, seconds = run.end()

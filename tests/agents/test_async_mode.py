@@ -184,10 +184,11 @@ def test_a_loop_that_waits_for_nothing_fails_and_its_place_is_named(run, loop_fi
 
 
 def test_a_loop_that_blocks_all_others_ends_the_run_with_its_place(run, loop_file):
-    blocks = "import time; time.sleep(5)\n        prompt = list("
-    loop_file.write_text(LOOP.replace("prompt = list(", blocks))
+    # the first episode only: the end of the run waits for every episode that still runs
+    blocks = "import time; RAN.append(1) or len(RAN) > 1 or time.sleep(4)\n        prompt = list("
+    loop_file.write_text("RAN = []\n" + LOOP.replace("prompt = list(", blocks))
     with pytest.raises(AgentLoopIdle, match="(?s)blocked the event loop of all of them.*my_loop.py.*time.sleep"):
-        run(**loops(loop_file), env__idle_timeout=2)
+        run(**loops(loop_file), env__idle_timeout=1)
 
 
 def test_a_loop_that_rewards_itself_needs_no_scorer(run, loop_file):

@@ -6,8 +6,8 @@ import pytest
 
 from tests.support.runs import DEFAULTS, make_task, overrides, read_metrics, run_job
 from verl.telemetry.trajectories import find_files, read
-from verl.telemetry.trajectory_command import main as show
 from verl.utils.tiny_model import make_tiny_model
+from verl.view.trajectory_command import main as show
 
 ROLLOUT, LAKE = "actor_rollout_ref.rollout", "env.registry.FrozenLake"
 

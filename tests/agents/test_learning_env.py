@@ -64,13 +64,6 @@ def test_an_agent_learns_to_cross_the_lake(successes):
 
 
 @pytest.mark.learning
-@pytest.mark.ranks
-def test_an_agent_learns_with_gigpo_on_two_ranks(successes):
-    ranks = {"trainer__n_gpus_per_node": 2, f"{ACTOR}__strategy": "fsdp2", f"{ACTOR}__ppo_micro_batch_size_per_gpu": 32}
-    check_learned("frozen lake, two ranks", successes(**GIGPO, **ranks), over=(10, 10))
-
-
-@pytest.mark.learning
 @pytest.mark.vllm
 def test_an_agent_learns_with_turns_from_vllm(successes):
     engine = {f"{ROLLOUT}__name": "vllm", f"{ROLLOUT}__calculate_log_probs": True}

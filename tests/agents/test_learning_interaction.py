@@ -21,11 +21,11 @@ def test_who_reads_the_users_answer_finds_the_number(tmp_path, monkeypatch):
     rows = load_extern_type(str(FOLDER / "prepare.py"), "rows")
     for name, count in (("train", 513), ("test", 48)):
         pq.write_table(pa.Table.from_pylist(rows(count)), tmp_path / f"{name}.parquet")
-    places = {"MODEL": str(tmp_path / "model"), "DATA": str(tmp_path), "RUN": str(tmp_path / "run")}
+    places = {"MODEL": str(tmp_path / "model"), "DATA": str(tmp_path), "RUN": str(tmp_path / "run"), "STEPS": "120"}
     recipe = FOLDER / "run_higher_lower_tiny_cpu.sh"
     (words,) = main_ppo_overrides(calls_of(recipe, tmp_path, f"trainer.seed={SEED}", environment=places))
     run_job([*words, "trainer.val_before_train=false", "trainer.save_freq=-1", "trainer.progress_bar=false"])
     metrics = [row["data"] for row in read_metrics(tmp_path / "run" / "metrics.jsonl")]
     scores = [row["agent/interaction_agent/success"] for row in metrics if "agent/interaction_agent/success" in row]
-    assert len(scores) == 150
+    assert len(scores) == 120
     check_learned("simulated user", scores, over=(10, 10))

@@ -119,3 +119,24 @@ def test_a_row_over_the_budget_is_refused():
         plan_micro_batches([1, 9], MicroBatching(max_tokens=8), packed=True)
     with pytest.raises(ValueError, match="row of 9 tokens"):
         plan_micro_batches([9, 9], MicroBatching(max_tokens=8), packed=True, prompts=Prompts([0, 0], [8, 8]))
+
+
+@settings(max_examples=60, deadline=None)
+@given(LENGTHS, st.integers(1, 9), st.integers(1, 9), st.booleans(), st.sampled_from([None, 1024]))
+def test_rows_that_stay_together_are_in_one_micro_batch_and_keep_the_limits(lengths, size, at_least, packed, best):
+    lengths = lengths + lengths[-1:] * (len(lengths) % 2)
+    for split in every_split(lengths, size):
+        split = split._replace(together=2, size=split.size and 2 * split.size)
+        if split.max_tokens:
+            split = split._replace(max_tokens=2 * split.max_tokens)
+        groups = plan_micro_batches(lengths, split, at_least, best, packed)
+        check(groups, lengths, split, min(at_least, len(lengths) // 2))
+        assert all(group[::2] == [row - 1 for row in group[1::2]] and group[0] % 2 == 0 for group in groups)
+
+
+def test_a_pair_over_the_budget_is_refused_and_a_shared_prompt_counts_once():
+    split, prompts = MicroBatching(max_tokens=16, together=2), Prompts([0, 0, 1, 1], [6, 6, 6, 6])
+    assert len(plan_micro_batches([10, 10, 9, 9], split, packed=True, prompts=prompts)) == 2
+    for packed in (True, False):
+        with pytest.raises(ValueError, match=r"20 tokens \(2 that stay together\) does not fit"):
+            plan_micro_batches([10, 10, 9, 9], split, packed=packed)

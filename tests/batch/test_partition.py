@@ -127,3 +127,16 @@ def test_shuffling_does_not_touch_the_process_generator():
     before = torch.get_rng_state()
     MiniBatches(4, shuffle=True).steps(16)
     assert torch.equal(before, torch.get_rng_state())
+
+
+@settings(max_examples=40, deadline=None)
+@given(LENGTHS, st.integers(1, 9), st.booleans(), st.sampled_from([None, COST]))
+def test_pairs_stay_on_one_rank(lengths, ranks, by_tokens, cost):
+    lengths = [length for length in lengths for _ in range(2)]
+    plan = plan_of(by_tokens, MiniBatches(len(lengths)), cost)._replace(together=2)
+    for call in (plan, plan._replace(calls={"work": CallPlan(by_tokens)})):
+        partition = call.partition("work", rows_of(lengths), ranks)
+        assert np.concatenate(partition.rows)[partition.output_positions()].tolist() == list(range(len(lengths)))
+        for rows, has_filler in zip(partition.rows, partition.has_filler, strict=True):
+            own = rows[: len(rows) - has_filler].reshape(-1, 2)
+            assert (own[:, 0] % 2 == 0).all() and (own[:, 1] == own[:, 0] + 1).all()

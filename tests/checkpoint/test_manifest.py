@@ -12,8 +12,8 @@ from tests.support.losses import optim_section, ppo_loss
 from tests.support.ranks import run_ranks
 from tests.support.tiny_models import make_batch, make_tiny_model, make_tokenizer
 from verl.checkpoint import hf_folder
-from verl.checkpoint.checkpoint_manager import TRACKER, CheckpointManager
-from verl.checkpoint.manifest import MANIFEST, DamagedCheckpoint, read_manifest
+from verl.checkpoint.checkpoint_manager import CheckpointManager
+from verl.checkpoint.manifest import MANIFEST, TRACKER, DamagedCheckpoint, read_manifest
 from verl.checkpoint.rank_files import NonFiniteWeights
 from verl.checkpoint.run_state import (
     RunCheckpoints,
@@ -163,6 +163,21 @@ def test_a_checkpoint_of_another_program_is_taken_as_it_is(run, tmp_path):
         path.unlink()
     chosen, said = checkpoints(tmp_path / "run")
     assert chosen.good_one(tmp_path / "run" / "global_step_2", groups(manager)).name == "global_step_2" and not said
+
+
+def test_weights_of_another_program_that_are_not_finite_are_not_loaded(run, tmp_path):
+    root, manager = run
+    folder = tmp_path / "actor"
+    shutil.copytree(root / "global_step_2" / "actor", folder)
+    (folder / MANIFEST).unlink()
+    (path,) = folder.glob("model_world_size_1_rank_0.pt")
+    weights = torch.load(path, weights_only=False)
+    next(iter(weights.values())).view(-1)[0] = float("nan")
+    torch.save(weights, path)
+    before = next(manager.engine.module.parameters()).clone()
+    with pytest.raises(DamagedCheckpoint, match="is of a model that diverged.* has 1 NaN and 0 infinite"):
+        manager.load(folder)
+    assert torch.equal(before, next(manager.engine.module.parameters()))
 
 
 def _damage_on_one_rank(model, path):

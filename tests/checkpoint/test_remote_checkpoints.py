@@ -6,8 +6,8 @@ import pytest
 
 from tests.support.runs import make_task, overrides, read_metrics, run_job
 from verl.checkpoint import run_state
-from verl.checkpoint.manifest import DamagedCheckpoint
-from verl.checkpoint.run_state import TRACKER, mark_complete, step_folder
+from verl.checkpoint.manifest import TRACKER, DamagedCheckpoint
+from verl.checkpoint.run_state import mark_complete, step_folder
 
 
 @pytest.fixture

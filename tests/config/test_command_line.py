@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from verl.config.command_line import quoted
 from verl.config.load import run_from_command_line
 
 from .helpers import RUNNABLE
@@ -136,3 +137,12 @@ def test_what_is_wrong_costs_little(words, code, limit):
     runs = [_cpu_seconds(*words) for _ in range(2)]
     assert runs[0][0].returncode == code, runs[0][0].stderr
     assert min(seconds for _, seconds in runs) < limit
+
+
+@pytest.mark.parametrize(
+    "text", ["", "a b", "it's", r"C:\new", "end\\", r"a\'b", r"\\'", "[1,2]", "null", "~/data", "x=1,y={2}"]
+)
+def test_a_quoted_text_is_read_as_it_was(text):
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+
+    assert OverridesParser.create().parse_override(f"key={quoted(text)}").value() == text

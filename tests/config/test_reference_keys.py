@@ -9,9 +9,12 @@ from verl.config.algorithm import GiGPOConfig, RolloutCorrectionConfig
 from verl.config.base import leaves
 from verl.config.command_line import all_keys, locate
 from verl.config.compose import CONFIG_DIR, compose
+from verl.config.distillation import DistillationConfig
 from verl.config.engine import DeepSpeedConfig
 from verl.config.env import EnvConfig
+from verl.config.megatron import RECOMPUTE, MegatronConfig
 from verl.config.ppo import PPOConfig
+from verl.config.profiler import GlobalProfilerConfig, ProfilerConfig
 from verl.config.reward import JudgeConfig, RewardSandboxConfig
 from verl.config.trainer import DeadlinesConfig, HealthConfig
 from verl.config.tree import flatten
@@ -28,6 +31,7 @@ algorithm.sample_mask.difficulty algorithm.sample_mask.drop_truncated
 actor_rollout_ref.rollout.async_ratio actor_rollout_ref.rollout.n_gpus_per_node actor_rollout_ref.rollout.nnodes
 actor_rollout_ref.actor.calculate_sum_pi_squared actor_rollout_ref.actor.loss_scale_factor
 actor_rollout_ref.actor.policy_loss.dro_beta actor_rollout_ref.actor.policy_loss.kimi15_tau
+actor_rollout_ref.actor.policy_loss.sppo_eta
 actor_rollout_ref.actor.difficulty_loss_weight actor_rollout_ref.actor.l2_coef
 actor_rollout_ref.actor.length_loss_weight
 actor_rollout_ref.actor.rl_loss_coef actor_rollout_ref.actor.sft_loss_coef
@@ -76,7 +80,7 @@ critic.model.lora_adapter_path
 actor_rollout_ref.model.use_prefix_sharing critic.model.use_prefix_sharing
 trainer.controller trainer.log_freq trainer.nonfinite_tolerance trainer.progress_bar trainer.seed
 trainer.max_restarts trainer.restart_wait
-trainer.tracker_kwargs trainer.worker_timeout
+trainer.show_samples trainer.tracker_kwargs trainer.tracker_timeout trainer.worker_timeout
 trainer.halt_on trainer.checkpoint_callback_class
 ray_init.runtime_env trainer.log_dir trainer.unread_keys trainer.weight_sync_freq
 """.split()
@@ -84,6 +88,10 @@ NEW_KEYS += [
     f"{role}.fsdp_config.full_determinism"
     for role in ("actor_rollout_ref.actor", "actor_rollout_ref.ref", "critic.model", "reward_model.model")
 ]
+_FREE = "teacher.megatron.override_transformer_config"
+NEW_KEYS += [f"distillation.{name}" for name, _ in leaves(DistillationConfig()) if name != _FREE]
+NEW_KEYS += [f"distillation.{_FREE}.{name}" for name in RECOMPUTE]
+NEW_KEYS += [f"distillation.teacher.{name}._target_" for name in ("fsdp_config", "megatron")]
 NEW_KEYS += [f"trainer.health.{name}" for name in HealthConfig()]
 NEW_KEYS += [f"algorithm.filter_groups.{name}" for name in ("low", "high", "min_std")]
 NEW_KEYS += ["algorithm.reward_shaping.clip_range", "algorithm.sample_mask.error_max_len"]
@@ -99,7 +107,28 @@ NEW_KEYS += [
     for role in ("actor_rollout_ref.actor", "actor_rollout_ref.ref", "critic", "reward_model")
     for name in DeepSpeedConfig()
 ]
-NEW_KEYS += [f"trainer.{name}" for name in ("on_nonfinite", "dump_steps")]
+NEW_KEYS += [
+    f"{role}.megatron.{name}"
+    for role in ("actor_rollout_ref.actor", "actor_rollout_ref.ref", "critic", "reward_model")
+    for name in ("_target_", *(key for key in MegatronConfig() if key != "override_transformer_config"))
+]
+NEW_KEYS += [
+    f"{role}.megatron.override_transformer_config.{name}"
+    for role in ("actor_rollout_ref.actor", "actor_rollout_ref.ref", "critic", "reward_model")
+    for name in RECOMPUTE
+]
+NEW_KEYS += [
+    f"{role}.optim.{name}"
+    for role in ("actor_rollout_ref.actor", "critic")
+    for name in (
+        "lr_warmup_init",
+        "min_lr",
+        "override_optimizer_config",
+        "use_checkpoint_opt_param_scheduler",
+        "weight_decay_incr_style",
+    )
+]
+NEW_KEYS += [f"trainer.{name}" for name in ("on_nonfinite", "dump_steps", "rollout_data_tokens")]
 NEW_KEYS += [f"actor_rollout_ref.rollout.canary_{name}" for name in ("prompts", "tolerance")]
 NEW_KEYS += [f"reward_model.judge.{name}" for name in JudgeConfig()]
 NEW_KEYS += [
@@ -115,6 +144,9 @@ NEW_KEYS += [
 ]
 NEW_KEYS += [f"env.{name}" for name, _ in leaves(EnvConfig())]
 NEW_KEYS += [f"actor_rollout_ref.rollout.agent.openai_agent.{name}" for name in ("function", "runs_in", "command")]
+NEW_KEYS += [f"global_profiler.{name}" for name, _ in leaves(GlobalProfilerConfig())]
+NEW_KEYS += [f"actor_rollout_ref.{role}.profiler.{name}" for role in ("ref", "rollout") for name in ProfilerConfig()]
+NEW_KEYS += [f"{section}.profiler.enable" for section in ("actor_rollout_ref", "critic", "reward_model")]
 NEW_KEYS += ["trainer.max_time", *(f"trainer.deadlines.{name}" for name in DeadlinesConfig())]
 """Options that verl's YAML does not have. A change here is a change of the public surface."""
 

@@ -122,6 +122,6 @@ def test_a_gone_option_is_ignored_where_harmless_and_refused_where_not():
 def test_an_old_name_is_understood_and_an_unbuilt_feature_refused():
     turns = notes("+actor_rollout_ref.rollout.multi_turn.max_turns=4")
     assert "actor_rollout_ref.rollout.multi_turn.max_assistant_turns" in turns
-    assert "actor_rollout_ref.actor.profiler.enable=true asks for profilers: that is not built" in problems(
-        "actor_rollout_ref.actor.profiler.enable=True"
+    assert "actor_rollout_ref.actor.veomni.param_offload=true asks for the VeOmni backend" in problems(
+        "actor_rollout_ref.actor.veomni.param_offload=True"
     )

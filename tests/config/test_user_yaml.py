@@ -86,9 +86,10 @@ def test_what_yaml_sets_counts_as_given(tmp_path):
 def test_an_interpolation_of_the_user_does_not_hide_an_unbuilt_feature(tmp_path):
     folder = _yaml(
         tmp_path,
-        "defaults: [ppo_trainer, _self_]\ntrainer:\n  profile_steps: ['${trainer.seed}']\n",
+        "defaults: [ppo_trainer, _self_]\nglobal_profiler: {tool: npu}\n"
+        "trainer:\n  profile_steps: ['${trainer.seed}']\n",
     )
-    with pytest.raises(ConfigError, match=r"trainer.profile_steps=\[1\] is not supported yet"):
+    with pytest.raises(ConfigError, match=r"global_profiler.tool=npu needs torch_npu"):
         load_ppo_config(RUNNABLE, folder, "mine")
 
 

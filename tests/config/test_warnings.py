@@ -18,6 +18,7 @@ KEPT = (*ASYNC, f"{ROLLOUT}.over_sample_rate=1", f"{ROLLOUT}.partial_rollout=tru
 SHARING = ("actor_rollout_ref.model.use_remove_padding=true", "actor_rollout_ref.model.use_prefix_sharing=true")
 RM = ("reward_model.enable=true", "reward_model.micro_batch_size_per_gpu=2", "data.return_raw_chat=true")
 SHAPING = "algorithm.reward_shaping"
+TAUGHT = ["distillation.enabled=true", "distillation.teacher_models.one.model_path=a"]
 GRPO = ("algorithm.adv_estimator=grpo", f"{ROLLOUT}.n=4")
 
 
@@ -211,6 +212,9 @@ def test_nothing_is_said_about_defaults():
         ),
         ([f"{ACTOR}.use_kl_loss=true", f"{ACTOR}.kl_loss_type=full", REF], "micro-batches of the actor's update"),
         (["actor_rollout_ref.model.lora_alpha=32", f"{ROLLOUT}.lora_sync=merge"], "lora_rank=0 trains all weights"),
+        (["distillation.distillation_loss.topk=8"], "topk=8 has no effect: distillation.enabled=false"),
+        ([*TAUGHT, "distillation.distillation_loss.topk=8"], "distillation_loss.loss_mode=k3 does not read it"),
+        ([*TAUGHT, "distillation.teacher_models.one.num_replicas=2"], "num_replicas has no effect: teachers score in"),
         (["critic.model.target_modules=[q_proj]"], "critic.model.lora_rank=0 trains all weights"),
         (
             ["actor_rollout_ref.model.lora_rank=8", f"{ACTOR}.use_kl_loss=true", REF, f"{REF_DTYPE}=bf16"],

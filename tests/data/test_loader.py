@@ -127,7 +127,7 @@ def test_gen_batch_size_goes_before_train_batch_size(dataset):
 
 
 def test_a_batch_larger_than_the_data_is_refused(dataset):
-    with pytest.raises(ValueError, match="data.train_batch_size=32 is larger than the 18 prompts"):
+    with pytest.raises(ValueError, match="data.train_batch_size=32 is larger than the 18 rows of data.train_files"):
         build_train_loader({**CONFIG, "train_batch_size": 32}, dataset)
 
 

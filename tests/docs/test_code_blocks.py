@@ -10,7 +10,11 @@ from typing import NamedTuple
 import pytest
 
 from tests.support.forked import run_file
-from verl.config.load import load_ppo_config
+from verl.config.base import leaves
+from verl.config.generation import EvaluationConfig, GenerationConfig, long_name
+from verl.config.load import load, load_ppo_config
+from verl.config.preference import DPOConfig, RewardTrainConfig
+from verl.config.sft import SFTConfig
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted(
@@ -69,12 +73,12 @@ def test_python_blocks_run_one_after_the_other(page, tmp_path):
     assert done.returncode == 0, f"{page.relative_to(ROOT)}\n{done.stderr}"
 
 
-def overrides_of(text: str) -> list[list[str]]:
-    """The key=value words of every main_ppo command in a shell block."""
+def overrides_of(text: str, program: str = "verl.trainer.main_ppo") -> list[list[str]]:
+    """The key=value words of every command of a program in a shell block."""
     commands = []
     for line in text.replace("\\\n", " ").splitlines():
-        if "verl.trainer.main_ppo" in line:
-            words = shlex.split(line.split("verl.trainer.main_ppo", 1)[1], comments=True)
+        if program in line:
+            words = shlex.split(line.split(program, 1)[1], comments=True)
             commands.append([word for word in words if "=" in word and not word.startswith("-")])
     return commands
 
@@ -85,6 +89,20 @@ def test_main_ppo_commands_compose_and_pass_the_checks(block):
     assert commands
     for overrides in commands:
         load_ppo_config(overrides)
+
+
+@pytest.mark.parametrize("block", [block for block in BLOCKS if "verl.trainer.sft_trainer" in block.text], ids=str)
+def test_commands_of_supervised_fine_tuning_compose(block):
+    for overrides in overrides_of(block.text, "verl.trainer.sft_trainer"):
+        assert load(overrides, config_name="sft_trainer", root=SFTConfig).problems == []
+
+
+@pytest.mark.parametrize("root", [DPOConfig, RewardTrainConfig], ids=lambda root: root.config_name)
+def test_commands_of_preference_training_compose(root):
+    commands = [words for block in BLOCKS for words in overrides_of(block.text, f"verl.trainer.{root.config_name}")]
+    assert commands
+    for overrides in commands:
+        assert load(overrides, config_name=root.config_name, root=root).problems == []
 
 
 def test_yaml_of_the_config_page_composes(tmp_path):
@@ -117,6 +135,9 @@ def test_keys_named_in_the_documentation_exist():
         ["actor_rollout_ref.rollout.name=hf", "algorithm.adv_estimator=grpo", "actor_rollout_ref.rollout.n=2"]
         + ["actor_rollout_ref.actor.use_dynamic_bsz=true"]
     )
+    own = {*GenerationConfig.short_names, *EvaluationConfig.short_names}
+    own |= {f"data.{name}" for name in EvaluationConfig().data}
+    own |= {key for root in (SFTConfig, DPOConfig, RewardTrainConfig) for key, _ in leaves(root())}
     sections = "|".join(config.keys())
     free = ("reward_kwargs", "override_config", "tracker_kwargs", "engine_kwargs", "env")
     unknown = []
@@ -126,7 +147,7 @@ def test_keys_named_in_the_documentation_exist():
         text = re.sub(r"(?s)<!-- table: not built -->.*?<!-- end of table", "", page.read_text(encoding="utf-8"))
         for key in re.findall(rf"`((?:{sections})(?:\.\w+)+)(?:=[^`]*)?`", text):
             node = config
-            for name in key.split("."):
+            for name in long_name(key, GenerationConfig.short_names).split(".") if key not in own else ():
                 if name in free:
                     break
                 if name not in node:

@@ -202,6 +202,25 @@ def test_dialogues_have_the_columns_of_their_use(kind, tmp_path, monkeypatch):
     assert found.keys() == columns.get(kind, {"data_source", "prompt", "ability", "reward_model", "extra_info"})
 
 
+def test_preferences_have_conversations_and_margins_and_equal_ones_are_left_out(tmp_path, monkeypatch):
+    def talk(text):
+        return [{"role": "user", "content": "q"}, {"role": "assistant", "content": text}]
+
+    pair = {"prompt": "q", "chosen": talk("a"), "rejected": talk("b"), "score_chosen": 8.5, "score_rejected": 6}
+    write_source(tmp_path / "source", "train_prefs test_prefs", [pair, {**pair, "rejected": talk("a")}])
+    options = ["--local_dataset_path", str(tmp_path / "source"), "--local_save_dir", str(tmp_path / "out")]
+    load("ultrafeedback", monkeypatch).main(options)
+    (found,) = rows(tmp_path / "out" / "train.parquet")
+    assert found == {"prompt": "q", "chosen": talk("a"), "rejected": talk("b"), "margin": 2.5}
+
+
+def test_generated_pairs_have_a_right_and_a_wrong_answer(tmp_path, monkeypatch):
+    load("arithmetic", monkeypatch).main(["--pairs", "--train_size", "20", "--local_save_dir", str(tmp_path)])
+    for row in rows(tmp_path / "train.parquet"):
+        a, b = int(row["prompt"].split()[2]), int(row["prompt"].split()[4].rstrip("?"))
+        assert int(row["chosen"]) == a + b != int(row["rejected"])
+
+
 @pytest.mark.parametrize("tool", [False, True])
 def test_geometry_has_its_figures(tool, tmp_path, monkeypatch):
     example = {"images": [png(picture())], "problem": "<image>Find x.", "answer": "3"}
@@ -310,7 +329,13 @@ def test_the_last_box_is_the_answer(monkeypatch):
 
 def test_every_script_says_how_to_be_called(monkeypatch, capsys):
     names = sorted(path.stem for path in FOLDER.glob("*.py") if path.stem not in ("saving", "loading"))
-    assert {case.split()[0] for case in CASES} | {"geo3k", "multiturn", "arithmetic", "brightness"} == set(names)
+    assert {case.split()[0] for case in CASES} | {
+        "geo3k",
+        "multiturn",
+        "arithmetic",
+        "brightness",
+        "ultrafeedback",
+    } == set(names)
     for name in names:
         script = load(name, monkeypatch)
         with pytest.raises(SystemExit):

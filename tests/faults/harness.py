@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import os
+import resource
 import signal
 import sys
 import tempfile
@@ -15,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+import torch
 
 from tests.support.runs import overrides
 from verl.config.load import load_ppo_config
@@ -120,6 +122,13 @@ def leaves() -> None:
 
 def hangs() -> None:
     time.sleep(1000)
+
+
+def outgrows_its_limit() -> None:
+    """Take more memory than this process may have, for real."""
+    used = psutil.Process().memory_info().vms
+    resource.setrlimit(resource.RLIMIT_AS, (used + (64 << 20), resource.RLIM_INFINITY))
+    torch.ones(1 << 26)
 
 
 # -- the run -----------------------------------------------------------------------------------------------------------
@@ -232,11 +241,17 @@ def _left_running(before: set[psutil.Process], patience_s: float = 5.0) -> list[
         if not left:
             return []
         if time.monotonic() > deadline:
-            shown = [" ".join(process.cmdline())[:80] or process.name() for process in left]
+            shown = [f"{' '.join(process.cmdline())[:80] or process.name()}{_listening(process)}" for process in left]
             for process in left:  # children of this process, by adoption
                 process.kill()
             return shown
         time.sleep(0.02)
+
+
+def _listening(process: psutil.Process) -> str:
+    """The ports that a process listens at; a port is left exactly where its process is."""
+    ports = [one.laddr.port for one in process.net_connections("tcp") if one.status == psutil.CONN_LISTEN]
+    return f" listening at {', '.join(map(str, ports))}" if ports else ""
 
 
 def _shared_memory() -> set[str]:

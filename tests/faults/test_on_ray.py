@@ -2,8 +2,11 @@
 
 import os
 import signal
+import subprocess
+import sys
 from pathlib import Path
 
+import psutil
 import pytest
 import ray
 
@@ -55,3 +58,24 @@ def test_a_cluster_that_does_not_start_has_its_class_and_the_way_out(monkeypatch
     assert exit_code(caught.value) is ExitCode.WORKER
     text = explanation(caught.value)
     assert "trainer.controller=local" in text and "ray_init.num_cpus" in text
+
+
+def test_a_raylet_that_is_killed_ends_the_run_with_its_class_and_no_process(tmp_path):
+    settings = {**SMALL, "trainer__controller": "ray", "trainer__total_training_steps": 5000}
+    words = overrides(make_task(tmp_path / "task"), **settings, trainer__default_local_dir=tmp_path / "run")
+    command = [sys.executable, "-u", "-m", "verl.trainer.main_ppo", *words, "trainer.logger=[console]"]
+    sooner = {"RAY_health_check_period_ms": "1000", "RAY_health_check_failure_threshold": "2"}
+    env = {**os.environ, **sooner, "RAY_health_check_timeout_ms": "3000"}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=env) as run:
+        lines, started = [], []
+        for line in run.stdout:
+            lines.append(line)
+            if line.startswith("step:2 "):
+                started = psutil.Process(run.pid).children(recursive=True)
+                (raylet,) = (process for process in started if process.name() == "raylet")
+                raylet.kill()
+    # actors talk to each other without it until its heartbeats are missed
+    text = "".join(lines)
+    assert started and run.returncode == ExitCode.WORKER, text[-3000:]
+    assert "died while running" in text and "the raylet there was killed" in text and "exit code 5" in text
+    assert not psutil.wait_procs(started, timeout=20)[1]

@@ -74,6 +74,22 @@ def test_a_run_that_lost_its_actor_goes_on_from_its_checkpoint_and_learns_the_sa
     assert "resumed from" in ended.text and learned(tmp_path) == undisturbed("sync")
 
 
+@pytest.mark.parametrize("when", ["weights were transferred", "a batch was generated ahead"])
+def test_a_rollout_lost_while_the_actor_cannot_wait_costs_a_restart(task, tmp_path, undisturbed, when):
+    config = apart(task, tmp_path, max_restarts=1, restart_wait=0.0, save_freq=1)
+    strike = Strike(RolloutWorker, "receive_weights", KILLED, at=2)
+    if when == "a batch was generated ahead":
+        config = config.with_values({"actor_rollout_ref.rollout.async_ratio": 1})
+        strike = Strike(RolloutWorker, "start_generating", KILLED, at=2)
+    ended = run_cell(config, tmp_path, strike)
+    assert ended.code == 0 and ended.strikes == 1 and not ended.left, ended.text[-3000:]
+    assert "restart 1 of 1 from" in ended.text and "the rollout is started again" not in ended.text
+    reason = when if when == "weights were transferred" else "it generated ahead"
+    assert f"a process was lost while {reason}" in ended.text
+    if when == "weights were transferred":
+        assert learned(tmp_path) == undisturbed("sync")
+
+
 def test_a_run_whose_driver_is_killed_goes_on_too(task, tmp_path, undisturbed):
     config = apart(task, tmp_path, max_restarts=1, restart_wait=0.0, save_freq=1)
     ended = run_cell(config, tmp_path, Strike(RayPPOTrainer, "improve", KILLED, at=2))

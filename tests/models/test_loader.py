@@ -5,6 +5,7 @@ from safetensors.torch import load_file, save_file
 from tests.support.images import make_tiny_vl_model
 from tests.support.tiny_models import make_tiny_model
 from verl.models.loader import ModelSpec, empty_model, load_config, load_model, source_dtype
+from verl.utils.exit_codes import ExitCode, exit_code
 
 
 @pytest.fixture(scope="module")
@@ -117,6 +118,16 @@ def test_missing_weights_are_an_error(folder, tmp_path):
     save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(ValueError, match=r"lacks 1 weights.*model.layers.1.mlp.up_proj.weight"):
         load_model(ModelSpec(str(tmp_path)))
+
+
+def test_weights_that_are_not_finite_are_an_error(tmp_path):
+    make_tiny_model(tmp_path)
+    weights = load_file(tmp_path / "model.safetensors")
+    weights["model.norm.weight"][3] = float("nan")
+    save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ValueError, match="model.norm.weight has 1 NaN and 0 infinite of 64 numbers") as caught:
+        load_model(ModelSpec(str(tmp_path)))
+    assert exit_code(caught.value) is ExitCode.CHECKPOINT
 
 
 def test_a_folder_without_a_model_is_an_error(tmp_path):

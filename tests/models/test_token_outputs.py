@@ -8,13 +8,19 @@ from torch.utils._pytree import tree_leaves
 from tests.support.tiny_models import make_tiny_model
 from verl.algorithms.kl import kl_full
 from verl.models import liger
+from verl.models import logits as chunks
 from verl.models import token_outputs as module
+from verl.models.distributions import (
+    TopTokens,
+    chunked_divergence,
+    chunked_log_probs_of,
+    chunked_top_log_probs,
+)
 from verl.models.heads import OutputHead, detect_output_head, score_layer
 from verl.models.loader import ModelSpec, load_model
 from verl.models.token_outputs import (
     LogitTransform,
     ReferenceStates,
-    chunked_full_kl,
     chunked_log_probs,
     full_log_probs,
     token_outputs,
@@ -46,8 +52,8 @@ def plain_log_probs_64(logits, targets):
 @pytest.mark.parametrize("chunk_rows", [64, 1000])
 def test_chunks_give_the_values_and_gradients_of_whole_logits(monkeypatch, maths, want_entropy, chunk_rows):
     rows, vocab, size = 150, 211, 24
-    monkeypatch.setitem(module._CHUNK_BYTES, "cpu", chunk_rows * 4 * vocab)
-    monkeypatch.setattr(module, "_BLOCK_BYTES", 7 * 4 * vocab)
+    monkeypatch.setitem(chunks._CHUNK_BYTES, "cpu", chunk_rows * 4 * vocab)
+    monkeypatch.setattr(chunks, "_BLOCK_BYTES", 7 * 4 * vocab)
     torch.manual_seed(0)
     hidden, weight = torch.randn(rows, size, requires_grad=True), torch.randn(vocab, size, requires_grad=True)
     targets, pull = torch.randint(0, vocab, (rows,)), torch.randn(2, rows)
@@ -75,7 +81,7 @@ def test_a_second_backward_pass_gives_the_same_gradient():
 
 def test_bf16_weights_get_gradients_summed_in_fp32(monkeypatch):
     vocab, size, rows = 64, 16, 4096
-    monkeypatch.setitem(module._CHUNK_BYTES, "cpu", 64 * 2 * vocab)
+    monkeypatch.setitem(chunks._CHUNK_BYTES, "cpu", 64 * 2 * vocab)
     torch.manual_seed(0)
     hidden = torch.randn(rows, size, dtype=torch.bfloat16) + 1
     weight = (torch.randn(vocab, size) * 0.1).bfloat16().requires_grad_()
@@ -126,7 +132,7 @@ def test_whole_logits_are_never_held_forward_or_backward(monkeypatch, tmp_path, 
     vocab = 4000
     make_tiny_model(tmp_path, vocab_size=vocab)
     model = load_model(ModelSpec(str(tmp_path)))
-    monkeypatch.setitem(module._CHUNK_BYTES, "cpu", 64 * 4 * vocab)
+    monkeypatch.setitem(chunks._CHUNK_BYTES, "cpu", 64 * 4 * vocab)
     ids, positions = torch.randint(4, 100, (2, 400)), torch.arange(799)
     limit = 130 * vocab  # two chunks of 64 rows, of 799
     assert model.get_output_embeddings().weight.numel() < limit < 799 * vocab / 5
@@ -146,20 +152,29 @@ def test_whole_logits_are_never_held_forward_or_backward(monkeypatch, tmp_path, 
     assert largest.numbers >= 799 * vocab
 
 
+def divergence_64(logits, ref_logits, beta):
+    """KL(p || q) for 1, KL(q || p) for 0, between them the generalised Jensen-Shannon divergence, as published."""
+    if beta in (0.0, 1.0):
+        return kl_full(logits, ref_logits) if beta else kl_full(ref_logits, logits)
+    p, q = logits.softmax(-1), ref_logits.softmax(-1)
+    middle = (beta * q + (1 - beta) * p + 1e-300).log()
+    return beta * kl_full(ref_logits, middle) + (1 - beta) * kl_full(logits, middle)
+
+
 @pytest.mark.parametrize("maths", MATHS)
 @pytest.mark.parametrize("ref_maths", [LogitTransform(0.7), LogitTransform(1.1, 0.5, 3.0)])
-@pytest.mark.parametrize("chunk_rows", [64, 1000])
-def test_chunks_give_the_full_kl_of_whole_logits_and_its_gradient(monkeypatch, maths, ref_maths, chunk_rows):
+@pytest.mark.parametrize(("chunk_rows", "beta"), [(64, 1.0), (1000, 1.0), (64, 0.0), (64, 0.3)])
+def test_chunks_give_the_divergence_of_whole_logits_and_its_gradient(monkeypatch, maths, ref_maths, chunk_rows, beta):
     rows, vocab, size, ref_size = 150, 211, 24, 16
-    monkeypatch.setitem(module._CHUNK_BYTES, "cpu", chunk_rows * 2 * 4 * vocab)
-    monkeypatch.setattr(module, "_BLOCK_BYTES", 7 * 4 * vocab)
+    monkeypatch.setitem(chunks._CHUNK_BYTES, "cpu", chunk_rows * 2 * 4 * vocab)
+    monkeypatch.setattr(chunks, "_BLOCK_BYTES", 7 * 4 * vocab)
     torch.manual_seed(0)
     hidden, weight = torch.randn(rows, size, requires_grad=True), torch.randn(vocab, size, requires_grad=True)
     ref_hidden, ref_weight = torch.randn(rows, ref_size), torch.randn(vocab, ref_size)
     pull = torch.randn(rows)
     pull[::3] = 0.0  # masked tokens
     maths, ref_maths = maths._replace(excluded_tokens=(5, 9)), ref_maths._replace(excluded_tokens=(5, 9))
-    kl = chunked_full_kl(hidden, weight, ref_hidden, ref_weight, maths, ref_maths)
+    kl = chunked_divergence(hidden, weight, ref_hidden, ref_weight, maths, ref_maths, beta)
     (kl * pull).sum().backward()
 
     def logits(hidden, weight, maths):
@@ -169,20 +184,44 @@ def test_chunks_give_the_full_kl_of_whole_logits_and_its_gradient(monkeypatch, m
 
     hidden_64, weight_64 = (x.detach().double().requires_grad_() for x in (hidden, weight))
     ref_logits = logits(ref_hidden.double(), ref_weight.double(), ref_maths)
-    kl_64 = kl_full(logits(hidden_64, weight_64, maths), ref_logits)[0]
+    kl_64 = divergence_64(logits(hidden_64, weight_64, maths), ref_logits, beta)[0]
     (kl_64 * pull).sum().backward()
     torch.testing.assert_close(kl.double(), kl_64, rtol=1e-5, atol=1e-5)
     assert not hidden.grad[::3].any()
+    for ours, theirs in ((hidden.grad, hidden_64.grad), (weight.grad, weight_64.grad)):
+        assert (ours - theirs).abs().max() < 2e-5 * theirs.abs().max()
+
+
+@pytest.mark.parametrize("maths", MATHS)
+def test_chunks_give_the_likeliest_tokens_of_whole_logits_and_log_probs_of_any(monkeypatch, maths):
+    rows, vocab, size, k = 150, 211, 24, 5
+    monkeypatch.setitem(chunks._CHUNK_BYTES, "cpu", 64 * 4 * vocab)
+    monkeypatch.setattr(chunks, "_BLOCK_BYTES", 7 * 4 * vocab)
+    torch.manual_seed(0)
+    hidden, weight = torch.randn(rows, size, requires_grad=True), torch.randn(vocab, size, requires_grad=True)
+    targets, pull = torch.randint(0, vocab, (rows,)), torch.randn(rows, k)
+    hidden_64, weight_64 = (x.detach().double().requires_grad_() for x in (hidden, weight))
+    whole = torch.stack([reference(hidden_64, weight_64, torch.full((rows,), v), maths)[0] for v in range(vocab)], 1)
+    of_targets, values, ids = chunked_top_log_probs(hidden, weight, targets, TopTokens(k, vocab - 11), maths)
+    expected = whole[:, : vocab - 11].topk(k)
+    assert torch.equal(ids.long(), expected.indices) and ids.dtype == torch.int32
+    torch.testing.assert_close(values.double(), expected.values, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(of_targets.double(), whole.gather(1, targets[:, None])[:, 0], rtol=1e-5, atol=1e-5)
+
+    found = chunked_log_probs_of(hidden, weight, ids, maths)
+    torch.testing.assert_close(found, values, rtol=1e-5, atol=1e-5)
+    (found * pull).sum().backward()
+    (expected.values * pull).sum().backward()
     for ours, theirs in ((hidden.grad, hidden_64.grad), (weight.grad, weight_64.grad)):
         assert (ours - theirs).abs().max() < 1e-5 * theirs.abs().max()
 
 
 def test_the_full_kl_to_itself_is_exactly_zero_and_so_is_its_gradient():
     hidden, weight = torch.randn(9, 8, requires_grad=True), torch.randn(30, 8, requires_grad=True)
-    kl = chunked_full_kl(hidden, weight, hidden, weight)
+    kl = chunked_divergence(hidden, weight, hidden, weight)
     kl.sum().backward()
     assert not kl.any() and not hidden.grad.any() and not weight.grad.any()
-    none = chunked_full_kl(hidden[:0], weight, hidden[:0], weight)
+    none = chunked_divergence(hidden[:0], weight, hidden[:0], weight)
     assert none.shape == (0,) and not torch.autograd.grad(none.sum(), weight)[0].any()
 
 

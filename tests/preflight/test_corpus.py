@@ -6,9 +6,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from tests.support.commands import ROOT, calls_of
-from verl.config.command_line import parse
-from verl.preflight.checks import examine
+from tests.support.commands import ROOT, calls_of, training_call
+from tests.support.composing import load_over
+from verl.preflight.checks import examine, examine_loaded
+from verl.preflight.data import Limits
 from verl.utils.import_utils import load_extern_type
 
 from .conftest import BASE, ELSEWHERE, examined, make_model, make_rows
@@ -22,6 +23,8 @@ def _lines(name):
 
 BAD, GOOD = _lines("bad.txt"), _lines("good.txt")
 RECIPES = sorted(path for folder in ("examples", "recipe") for path in (ROOT / folder).rglob("run_*.sh"))
+OTHERS = ("sft", "dpo_trainer", "rm_trainer")  # other programs: tests/examples/test_sft_recipes.py
+RECIPES = [path for path in RECIPES if path.parent.name not in OTHERS]
 
 
 @pytest.mark.parametrize("line", BAD)
@@ -51,25 +54,42 @@ def test_the_corpus_is_as_large_as_it_is_said_to_be():
     assert len(GOOD) + len(RECIPES) >= 100 and len(set(GOOD)) == len(GOOD)
 
 
-@pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: str(path.relative_to(ROOT)))
-def test_nothing_is_said_about_a_shell_recipe(recipe, there, tmp_path, monkeypatch):
-    """With a model and data of ours in place of those that would have to be downloaded or made."""
-    monkeypatch.chdir(ROOT)
+@pytest.fixture(scope="module")
+def published(tmp_path_factory):
+    """A folder with a model, a judge and rows of ours, in place of those that would have to be downloaded or made."""
+    folder = tmp_path_factory.mktemp("published")
+    make_model(folder / "policy", tokens=260, num_attention_heads=8, max_position_embeddings=32768)
+    make_model(folder / "judge", architecture="Qwen2ForSequenceClassification", tokens=260)
+    write_rows(folder, make_rows)
+    return folder
+
+
+def write_rows(folder, rows):
     for name, number in (("train", 17_917), ("test", 128)):  # as many as the mathematics of DAPO
-        has_own = (recipe.parent / "prepare.py").exists()
-        rows = load_extern_type(str(recipe.parent / "prepare.py"), "rows") if has_own else make_rows
-        pq.write_table(pa.Table.from_pylist(rows(number)), tmp_path / f"{name}.parquet")
-    make_model(tmp_path / "policy", tokens=260, num_attention_heads=8, max_position_embeddings=32768)
-    make_model(tmp_path / "judge", architecture="Qwen2ForSequenceClassification", tokens=260)
-    places = {"MODEL": tmp_path / "policy", "JUDGE": tmp_path / "judge", "RUN": tmp_path / "run"}
-    places |= {"DATA": tmp_path, "TEST": tmp_path}
-    calls = calls_of(recipe, tmp_path, environment={name: str(place) for name, place in places.items()})
-    jobs = ("main_ppo", "main_agentic")
-    module, arguments = next((call[1], call[2:]) for call in calls if call[0] == "-m" and call[1].endswith(jobs))
-    flags, words = parse(arguments)
-    start = {"config_name": "agentic_trainer"} if module.endswith("main_agentic") else {}
-    if module.startswith("recipe"):
-        (yaml,) = (recipe.parent / "config").glob("*.yaml")
-        start = {"config_path": str(yaml.parent), "config_name": yaml.stem}
-    report = examine(words, **start, machine=ELSEWHERE)
+        pq.write_table(pa.Table.from_pylist(rows(number)), folder / f"{name}.parquet")
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_nothing_is_said_about_a_shell_recipe(recipe, there, published, tmp_path, monkeypatch):
+    """Its options compose and pass every check, and it hands its own arguments on, last."""
+    monkeypatch.chdir(ROOT)
+    places = {"MODEL": published / "policy", "JUDGE": published / "judge", "RUN": tmp_path / "run"}
+    places |= {"DATA": published, "TEST": published, "TEACHER": published / "policy"}
+    if (recipe.parent / "prepare.py").exists():
+        write_rows(tmp_path, load_extern_type(str(recipe.parent / "prepare.py"), "rows"))
+        places |= {"DATA": tmp_path, "TEST": tmp_path}
+    environment = {name: str(place) for name, place in places.items()}
+    start, words = training_call(calls_of(recipe, tmp_path, "trainer.seed=7", environment=environment))
+    report = examine_loaded(load_over((), words, start), ELSEWHERE, Limits(tokens=50, rows=50))
     assert not report.findings, report.to_text()
+    assert report.config.trainer.seed == 7
+    assert report.config.trainer.device == ("cpu" if recipe.stem.endswith("_cpu") else "cuda")
+
+
+def test_a_recipe_is_examined_as_its_command_is(there, published, tmp_path, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    environment = {name: str(published) for name in ("DATA", "TEST")} | {"MODEL": str(published / "policy")}
+    recipe = ROOT / "recipe" / "spin" / "run_gsm8k_qwen2_5_3b.sh"
+    start, words = training_call(calls_of(recipe, tmp_path, environment=environment))
+    whole = examine(words, start.config_path, start.config_name, machine=ELSEWHERE, root=start.root)
+    assert examine_loaded(load_over((), words, start), ELSEWHERE).to_dict() == whole.to_dict()

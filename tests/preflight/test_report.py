@@ -10,6 +10,7 @@ import pytest
 
 from verl.preflight.command import doctor as main
 from verl.preflight.command import run_or_examine
+from verl.preflight.machine import containment_here
 from verl.trainer.main_ppo import run_ppo
 
 from .conftest import BASE, examined, make_rows
@@ -112,6 +113,18 @@ def test_an_unread_option_is_reported_with_the_nearest_that_is_read(there, monke
 def test_the_users_function_is_called_and_its_scores_shown(there):
     shown = "\n".join(examined("custom_reward_function.path=reward.py").preview)
     assert "reward  digits: 1 for known-good answers, written as 'answer'; 0 for known-bad answers" in shown
+
+
+def test_the_doctor_says_what_contains_generated_programs(there, monkeypatch, capsys):
+    here = "verl.preflight.machine"
+    monkeypatch.setattr(f"{here}.landlock_version", lambda: 7)
+    monkeypatch.setattr(f"{here}.containment", lambda: ())
+    main([*BASE])
+    said = " ".join(capsys.readouterr().out.split())
+    assert "are contained on this machine: it cannot signal" in said and "Landlock 7" in said
+    monkeypatch.setattr(f"{here}.containment", lambda: ("files",))
+    said = containment_here(is_allowed=False).text
+    assert "are not contained on this machine" in said and "read or write files" in said and "They are refused" in said
 
 
 def test_a_dry_run_of_the_main_job_is_the_doctor(there, capsys):

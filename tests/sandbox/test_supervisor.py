@@ -18,6 +18,13 @@ IN_OWN_NAMESPACE = f"import os; assert os.readlink('/proc/self/ns/pid') != {os.r
 """Before a signal to more than one process."""
 
 
+FILLS_MEMORY = """import mmap, time
+m = mmap.mmap(-1, 1 << 29)
+for i in range(0, 1 << 29, 4096):
+    m[i] = 1
+time.sleep(15)"""  # of a program that ends sooner, nothing may have been measured
+
+
 def start(code: str, limits: Limits = TIGHT, mark: str = MARK, bare: bool = False) -> subprocess.Popen:
     """``bare``: as on a kernel that grants no namespaces."""
     line = command(limits, [sys.executable, "-I", "-S", "-c", code, mark])
@@ -58,7 +65,7 @@ def running(mark: str) -> list[str]:
         ("import os; os.kill(os.getpid(), 9)", Outcome.CRASH, ""),
         (f"{IN_OWN_NAMESPACE}; os.killpg(0, 9)", Outcome.CRASH, ""),
         ("x = bytearray(1 << 30)", Outcome.EXIT, "MemoryError"),
-        ("import mmap; m = mmap.mmap(-1, 1 << 29)\nfor i in range(0, 1 << 29, 4096): m[i] = 1", Outcome.MEMORY, ""),
+        (FILLS_MEMORY, Outcome.MEMORY, ""),
         ("open('/tmp/verl-limits-test', 'wb').write(b'x' * (3 << 20))", Outcome.EXIT, "File too large"),
     ],
 )

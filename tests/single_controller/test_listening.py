@@ -50,6 +50,17 @@ def test_all_processes_of_ray_listen_on_loopback(ray_controller):
 
 
 @pytest.mark.ray
+def test_rays_dashboard_is_asked_for_on_loopback(monkeypatch):
+    from verl.single_controller.ray import cluster
+
+    asked = {}
+    monkeypatch.setattr(cluster, "init_ray", asked.update)
+    monkeypatch.setattr(cluster, "_close_to_others", lambda: None)
+    cluster.start_own_cluster({"include_dashboard": True}, {})
+    assert asked["include_dashboard"] is True and asked["dashboard_host"] == "127.0.0.1"
+
+
+@pytest.mark.ray
 def test_ray_refuses_who_does_not_have_the_token_of_the_run(ray_controller):
     import ray
 

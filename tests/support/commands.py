@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import subprocess
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from tests.support.composing import Start
 
 ROOT = Path(__file__).parents[2]
+JOBS = ("verl.trainer.main_ppo", "verl.trainer.main_agentic")
 # One argument a line after a line that starts the call.
 NOTE_TAKER = '#!/bin/sh\necho "== call" >> "$CALLS"\nfor word in "$@"; do printf "%s\\n" "$word" >> "$CALLS"; done\n'
 
@@ -20,7 +26,7 @@ def calls_of(script: Path, folder: Path, *arguments: str, environment: dict[str,
     """
     calls = folder / "calls"
     calls.write_text("")
-    for name in ("python", "python3"):
+    for name in ("python", "python3", "torchrun"):
         stub = folder / name
         stub.write_text(NOTE_TAKER)
         stub.chmod(0o755)
@@ -31,5 +37,18 @@ def calls_of(script: Path, folder: Path, *arguments: str, environment: dict[str,
 
 def main_ppo_overrides(calls: list[list[str]]) -> list[list[str]]:
     """The overrides of those calls that run main_ppo, or main_agentic, which takes the same."""
-    jobs = ("verl.trainer.main_ppo", "verl.trainer.main_agentic")
-    return [call[2:] for call in calls if call[:1] == ["-m"] and call[1] in jobs]
+    return [call[2:] for call in calls if call[:1] == ["-m"] and call[1] in JOBS]
+
+
+def training_call(calls: list[list[str]]) -> tuple[Start, list[str]]:
+    """The configuration that the one call of a training job among ``calls`` starts from, and its overrides."""
+    from tests.support.composing import Start
+    from verl.config.ppo import PPOConfig
+
+    found = [call[1:] for call in calls if call[:1] == ["-m"] and call[1].startswith((*JOBS, "recipe.", "examples."))]
+    assert len(found) == 1, calls
+    module, *words = found[0]
+    if module in JOBS:
+        return Start(config_name="agentic_trainer" if module.endswith("main_agentic") else "ppo_trainer"), words
+    recipe = importlib.import_module(module).RECIPE
+    return Start(recipe.config_path, recipe.config_name, recipe.root or PPOConfig), words

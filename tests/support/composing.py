@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import OverrideParseException
@@ -16,39 +16,50 @@ from verl.config.command_line import CheckedOverrides, check_overrides
 from verl.config.compose import compose, search_folders
 from verl.config.load import LoadedConfig, interpret, load
 from verl.config.ppo import PPOConfig
+from verl.config.tree import differing
 
 
-def load_over(base: Sequence[str], words: Sequence[str]) -> LoadedConfig:
-    """As ``load([*base, *words])``; hydra composes the former once, and reads the latter only.
+class Start(NamedTuple):
+    """A configuration to start from."""
+
+    config_path: str | None = None
+    config_name: str = "ppo_trainer"
+    root: type[PPOConfig] = PPOConfig
+
+    def checked(self, words: Sequence[str]) -> CheckedOverrides:
+        return check_overrides(words, self.root, lambda name: any((path / name).is_dir() for path in self.folders()))
+
+    def folders(self) -> list:
+        return search_folders(self.config_path, None)
+
+
+def load_over(base: Sequence[str], words: Sequence[str], start: Start = Start()) -> LoadedConfig:  # noqa: B008
+    """As ``load([*base, *words], *start)``; hydra composes the former once, and reads the latter only.
 
     ``tests/config/test_values.py`` and ``tests/preflight/test_corpus.py`` hold it against the whole way.
     """
-    later = _checked(words)
+    later, whole = start.checked(words), [*base, *words]
     try:
         parsed = OverridesParser.create().parse_overrides(later.overrides)
     except OverrideParseException:
-        return load([*base, *words])
+        return load(whole, start.config_path, start.config_name, root=start.root)
     if later.problems or any(word.is_delete() or word.is_sweep_override() or word.package for word in parsed):
-        return load([*base, *words])
-    composed, given = copy.deepcopy(_composed(tuple(base))), _checked(base).given | later.given
+        return load(whole, start.config_path, start.config_name, root=start.root)
+    composed, given = copy.deepcopy(_composed(tuple(base), start)), start.checked(base).given | later.given
     for word in parsed:
         try:
             with open_dict(composed):
                 OmegaConf.update(composed, word.key_or_group, word.value(), force_add=True)
         except OmegaConfBaseException:  # a value that does not fit: hydra says so in its own words
-            return load([*base, *words])
+            return load(whole, start.config_path, start.config_name, root=start.root)
     tree = OmegaConf.to_container(composed, resolve=False)
-    return interpret(tree, given, composed=composed, stripped_prefix=later.stripped_prefix)
-
-
-def _checked(words: Sequence[str]) -> CheckedOverrides:
-    return check_overrides(words, PPOConfig, lambda name: any((folder / name).is_dir() for folder in _folders()))
-
-
-def _folders() -> list:
-    return search_folders(None, None)
+    if start.config_name != "ppo_trainer":
+        plain = OmegaConf.to_container(_composed((), Start(root=start.root)), resolve=False)
+        by_file = differing(tree, plain)
+        given |= {key for key in by_file if not any(own.startswith(f"{key}.") for own in later.given)}
+    return interpret(tree, given, start.root, composed=composed, stripped_prefix=later.stripped_prefix)
 
 
 @lru_cache
-def _composed(base: tuple[str, ...]) -> Any:
-    return compose(_checked(base).overrides, _folders(), "ppo_trainer", PPOConfig)[0]
+def _composed(base: tuple[str, ...], start: Start) -> Any:
+    return compose(start.checked(base).overrides, start.folders(), start.config_name, start.root)[0]

@@ -39,7 +39,6 @@ BOUNDS = {
     "dr_grpo": Bound(0.2, 0.85),
     "optimal_token_baseline": Bound(0.2, 0.85),
     "two ranks on Ray": Bound(0.5, 0.85),
-    "a critic on Ray": Bound(0.5, 0.85),
     "vllm, sync": Bound(0.5, 0.85),
     "vllm, async": Bound(0.5, 0.85),
     "sglang, async": Bound(0.5, 0.85),
@@ -52,7 +51,6 @@ BOUNDS = {
     "partial rollouts": Bound(0.5, 0.85),
     "one step off": Bound(0.5, 0.85),
     "frozen lake, grpo": Bound(0.1, 0.82),  # success; half of the lakes are crossed without reading the map
-    "frozen lake, two ranks": Bound(0.1, 0.89),
     "frozen lake, vllm": Bound(0.1, 0.85),  # 100 steps
     "tool": Bound(0.1, 0.85),  # 0.7 is the most without reading the answer
     "simulated user": Bound(0.2, 0.8),  # success; two thirds is the most without reading the answer

@@ -100,6 +100,24 @@ def run_job(arguments: list[str]) -> Any:
     return PPOJob(remember_given(loaded.config, loaded.tree, loaded.given, loaded.warnings)).run()
 
 
+def train_sft(arguments: list[str], job: Any = None) -> tuple[Any, dict[int, dict[str, float]]]:
+    """Run supervised fine-tuning in this process; returns the trainer, and metrics by step of the logger ``file``.
+
+    Args:
+        job: class of another program on the same loop.
+    """
+    from verl.config.base import ConfigError
+    from verl.config.load import load
+    from verl.trainer.sft.job import SFTJob
+
+    job = job or SFTJob
+    loaded = load(arguments, config_name=job.root.config_name, root=job.root)
+    if loaded.problems:
+        raise ConfigError([problem.text for problem in loaded.problems])
+    trainer = job(loaded.config).run()
+    return trainer, {row["step"]: row["data"] for row in read_metrics(trainer.run_log.places["metrics"])}
+
+
 def main_ppo(arguments: list[str], timeout_s: float = 300, **env: str) -> subprocess.CompletedProcess:
     """Run ``python -m verl.trainer.main_ppo`` as a user does."""
     return subprocess.run(

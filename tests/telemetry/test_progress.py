@@ -5,10 +5,12 @@ import re
 import shlex
 import subprocess
 import sys
+import time
 from dataclasses import replace
 
 import pytest
 
+from verl.telemetry import progress
 from verl.telemetry.progress import (
     Progress,
     RunSummary,
@@ -76,6 +78,20 @@ def test_on_a_terminal_a_bar_is_drawn_and_lines_appear_above_it():
     text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", stream.getvalue())
     assert "resumed [from] step 1" in text
     assert "2/2" in text and "reward 0.312" in text
+
+
+@pytest.mark.parametrize("is_terminal", [True, False])
+def test_a_part_of_a_step_that_takes_long_is_named(monkeypatch, is_terminal):
+    monkeypatch.setattr(progress, "SILENT_S", 0.05)
+    monkeypatch.setattr(progress, "PHASE_S", 0.05)
+    stream = io.StringIO()
+    with Progress(3, stream=stream, is_terminal=is_terminal) as shown:
+        with shown.phase("testing"), shown.phase("unlisted"):
+            deadline = time.monotonic() + 10
+            while "validating " not in stream.getvalue() and time.monotonic() < deadline:
+                time.sleep(0.02)
+        assert shown.phase_text() == ""
+    assert ("validating 0 s" if is_terminal else "validating for 1 s") in stream.getvalue()
 
 
 @pytest.mark.parametrize("width", [60, 80, 110, 160])
@@ -200,3 +216,20 @@ def test_the_summary_names_the_command_that_shows_trajectories(monkeypatch, tmp_
     assert "To see what the policy did:" in text and "-m verl trajectories run/samples\n" in text
     text = format_summary(replace(run, places={"samples": "run/samples", "validation samples": "run/val"}))
     assert "-m verl trajectories run/val --diff 0 25 --best 1\n" in text
+    text = format_summary(replace(run, places={"log": "run/run.log"}))
+    assert "-m verl view run\n" in text
+
+
+@pytest.mark.parametrize("is_terminal", [True, False])
+def test_work_is_counted_once_it_takes_long_and_silent_where_it_is_quick(monkeypatch, is_terminal):
+    clock = [0.0]
+    monkeypatch.setattr(progress.time, "monotonic", lambda: clock[0])
+    for seconds in (0.1, 1.0):
+        stream = io.StringIO()
+        stream.isatty = lambda: is_terminal
+        for _ in progress.watched([10] * 6, "prompts read", 60, lambda item: item, stream):
+            clock[0] += seconds
+        text = stream.getvalue()
+        assert bool(text) == (seconds == 1.0)
+    assert "prompts read 30/60, 3 s left" in text and text.endswith("prompts read 60/60 in 6 s\n")
+    assert text.count("left") == (4 if is_terminal else 1)

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 from verl.checkpoint.run_state import save_options
 from verl.config.describe import CONFIG_FILE
-from verl.telemetry import tracking
+from verl.telemetry import trackers
 from verl.telemetry.progress import stop_notice
 from verl.telemetry.run_record import recorded
 
@@ -41,9 +41,9 @@ def test_the_command_to_go_on_takes_secrets_from_the_environment(tmp_path, monke
 def test_options_saved_with_a_checkpoint_and_sent_to_a_tracker_have_no_secrets(tmp_path, monkeypatch):
     sent = {}
     wandb = SimpleNamespace(init=lambda **options: sent.update(options) or SimpleNamespace())
-    monkeypatch.setattr(tracking, "_import_for", lambda *names: wandb)
+    monkeypatch.setattr(trackers, "import_for", lambda *names: wandb)
     monkeypatch.setenv("WANDB_MODE", "offline")
-    tracking.WandbBackend("p", "e", TREE)
+    trackers.WandbBackend("p", "e", TREE)
     assert KEY not in str(sent) and sent["config"]["trainer"]["n"] == 1 and sent["config"]["trainer"]["lr"] == 0.5
     save_options(tmp_path, TREE)
     text = (tmp_path / CONFIG_FILE).read_text()

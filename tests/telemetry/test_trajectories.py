@@ -5,13 +5,12 @@ import re
 import resource
 import subprocess
 import sys
-from html.parser import HTMLParser
 
 import pytest
 
 from verl.telemetry.trajectories import Style, find_files, in_full, parse, read, visible
-from verl.telemetry.trajectory_command import main
-from verl.telemetry.trajectory_page import page
+from verl.view.page import of_trajectories as page
+from verl.view.trajectory_command import main
 
 EVIL = "<script>alert(1)</script><img src=x onerror=alert(2)>\"'&</pre>"
 ESCAPES = "\x1b[2J\x1b]0;title\x07 \u202eback \ud800 \x00"
@@ -225,38 +224,26 @@ def test_the_terminal_gets_no_control_characters(tmp_path, capsys):
     assert visible("a\tb\nc é 漢") == "a\tb\nc é 漢"
 
 
-class Tags(HTMLParser):
-    def __init__(self, text):
-        super().__init__()
-        self.tags, self.attributes, self.text = [], [], []
-        self.feed(text)
-
-    def handle_starttag(self, tag, attributes):
-        self.tags.append(tag)
-        self.attributes += attributes
-
-    def handle_data(self, data):
-        self.text.append(data)
+def shown_in(path):
+    """The data of a page: what its script shows, as text."""
+    text = path.read_text(encoding="utf-8")
+    return json.loads(re.search(r'id="data">(.*?)</script>', text, re.DOTALL)[1])["samples"][0]
 
 
-def test_the_page_shows_what_a_model_wrote_as_text_and_loads_nothing(tmp_path, capsys):
+def test_the_page_has_what_a_model_wrote_as_data_and_loads_nothing(tmp_path, capsys):
     text = EVIL + ESCAPES
     row = episode(1, text, 1.0, texts=(text,), status=text, env_tag=text, tool_calls=[{"name": text}], input=text)
     row["turns"][0] |= {"role": text, "state": {text: text}}
     row["turns"][1] |= {"text": text}
-    plain_row = episode(1, "u", 1.0, texts=("x",), status="s", env_tag="t", tool_calls=[{"name": "n"}], input="i")
-    plain_row["turns"][0] |= {"role": "r", "state": {"a": "b"}}
     write(tmp_path / "1.jsonl", [row])
     code, out, _ = run(capsys, tmp_path, "--html")
     written = (tmp_path / "trajectories.html").read_text(encoding="utf-8")
     assert code == 0 and "trajectories.html: 1 trajectories" in out
-    evil, harmless = Tags(written), Tags(page([parse(json.dumps(plain_row), tmp_path / "1.jsonl", 1)], str(tmp_path)))
-    assert evil.tags == harmless.tags and evil.tags.count("script") == 1 and "img" not in evil.tags
-    assert [name for name, _ in evil.attributes] == [name for name, _ in harmless.attributes]
-    names = {name for name, _ in evil.attributes}
-    assert not names & {"src", "href", "onerror", "onload", "onclick"} and "url(" not in written
-    assert not set("\x1b\x07\u202e\x00") & set(written)
-    assert sum(EVIL in data for data in evil.text) >= 5  # and all of it can be read
+    assert "<img" not in written and written.count("<script") == 2 and "url(" not in written and written.isascii()
+    assert not re.search(r"\s(src|href|onerror|onload|onclick)=(?!\"data:,)", written.partition("<script")[0])
+    assert not set("\x1b\x07\x00") & set(written)
+    [whole] = shown_in(tmp_path / "trajectories.html")["whole"]
+    assert whole["prompt"] == text and [turn["text"] for turn in whole["turns"]] == [text, text]  # all can be read
 
 
 def test_no_script_but_the_pages_own_may_run(folder):
@@ -266,20 +253,22 @@ def test_no_script_but_the_pages_own_may_run(folder):
     text = page(list(read(find_files([folder]), [])), "title")
     script = re.search(r"<script>(.*?)</script>", text, re.DOTALL)[1]
     digest = b64encode(sha256(script.encode()).digest()).decode()
-    assert f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'" in text
+    assert re.search(rf"default-src 'none'; [^\"]*script-src 'sha256-{re.escape(digest)}'\"", text)
 
 
 def test_the_page_tells_generated_tokens_from_those_that_were_read(folder, capsys):
     code, out, _ = run(capsys, folder, "--step", "9", "--html", folder / "my.html")
-    text = (folder / "my.html").read_text()
-    assert code == 0 and '<pre class="text generated">\nleft</pre>' in text
-    assert '<pre class="text read">\nyou see 0</pre>' in text and "<span>reward 0.500</span>" in text
-    assert text.count("<details") == 3
+    whole = shown_in(folder / "my.html")["whole"]
+    assert code == 0 and len(whole) == 3
+    assert [(turn["text"], turn["generated"]) for turn in whole[0]["turns"]][:2] == [
+        ("left", True),
+        ("you see 0", False),
+    ]
 
 
 def test_a_folder_behind_html_is_a_folder(folder, capsys, monkeypatch):
     assert run(capsys, folder / "1.jsonl", "--html", folder / "9.jsonl")[0] == 0
-    assert (folder / "trajectories.html").read_text().count("<details") == 6
+    assert len(shown_in(folder / "trajectories.html")["whole"]) == 6
 
 
 # -- cost --------------------------------------------------------------------------------------------------------------

@@ -9,10 +9,10 @@ import pytest
 from tests.support.runs import make_task, overrides, run_job
 from verl.config.trainer import TrainerConfig
 from verl.telemetry.flight_recorder import FlightRecorder
-from verl.trainer.leftovers import RUN_VARIABLE
 from verl.trainer.ppo import early_stop
 from verl.trainer.ppo.early_stop import EXPIRY_VARIABLES, EarlyStop
 from verl.trainer.ppo.ray_trainer import RayPPOTrainer
+from verl.trainer.run_folder import RUN_VARIABLE
 from verl.utils.exit_codes import StoppedEarly, exit_code
 from verl.utils.process import Terminated
 

@@ -10,11 +10,12 @@ import torch
 from tests.config.helpers import typed
 from verl.protocol import DataProto
 from verl.telemetry.rollout_trace import open_trace
-from verl.telemetry.trajectory_command import main as show
+from verl.telemetry.trajectories import parse
 from verl.trainer.ppo.episodes import episode_metrics, episodes_of
 from verl.trainer.ppo.health import HealthMonitor
 from verl.trainer.ppo.metric_utils import compute_data_metrics, validate
-from verl.trainer.ppo.run_log import dump_batch, sample_records, texts
+from verl.trainer.ppo.run_log import TokenColumns, dump_batch, sample_records, sample_table, texts
+from verl.view.trajectory_command import main as show
 
 
 class Letters:
@@ -195,6 +196,34 @@ def test_dumps_of_single_turns_are_as_they_were(tmp_path):
     assert path.read_text().splitlines()[0] == first and len(path.read_text().splitlines()) == 4
 
 
+def test_a_table_of_samples_has_the_best_and_the_worst_with_the_parts_of_their_reward():
+    batch = single_turns(acc=np.array([0.0, 1.0, 0.0, 1.0]), note=objects(*"abcd"))
+    batch.meta_info["reward_extra_keys"] = ["acc", "note"]
+    table = sample_table(7, batch, Letters(), width=60, count=1)
+    assert table.split("\n") == [
+        "samples of step 7, by score",
+        "       score  advantage    acc  tokens",
+        "best   1.500      0.500  1.000       3",
+        "   prompt    bb",
+        "   response  hi",
+        "worst  0.000      0.000  0.000       3",
+        "   prompt    aa",
+        "   response  ab",
+    ]
+    assert "99.0" not in sample_table(7, episodes(), Letters(), width=60), "a failed episode has no score"
+    one = sample_table(7, single_turns().select_idxs([1]), Letters(), width=60)
+    assert one.count("best") == 1 and "worst" not in one
+
+
+def test_a_response_in_the_table_is_one_line_of_text_and_no_code_of_the_terminal():
+    class Hostile(Letters):
+        def batch_decode(self, rows, **kwargs):
+            return ["\x1b[2J\n" * 50 for _ in rows]
+
+    table = sample_table(7, single_turns(), Hostile(), width=60)
+    assert "\x1b" not in table and all(len(line) <= 60 for line in table.split("\n"))
+
+
 def test_a_dumped_trajectory_has_its_turns(tmp_path):
     rows = read(dump_batch(tmp_path, 3, episodes(), Letters()))
     assert rows[0]["turns"] == [
@@ -264,6 +293,38 @@ def test_the_rows_of_a_trajectory_are_one_line(tmp_path):
     record = sample_records(batch, 3, 1.0)[0]
     assert [row["response_ids"] for row in record["rows"]] == [[1, 2, 27, 4, 4, 5, 27], [1, 27, 4, 6, 27]]
     assert "response_ids" not in record and len(record["rows"][1]["response_mask"]) == 5
+
+
+@pytest.mark.parametrize(("limit", "rows"), [(0, []), (2, []), (3, [0]), (7, [0, 1]), (11, [0, 1]), (12, [0, 1, 2, 3])])
+def test_tokens_are_those_of_whole_groups_as_many_as_a_limit_allows(limit, rows):
+    columns = TokenColumns(lambda rows: Letters().batch_decode(rows) or [""])
+    found = columns(single_turns(), limit)
+    assert columns(single_turns(), limit) == found  # of tokens that are known already
+    assert list(found) == rows and sum(len(own["text"]) for own in found.values()) <= limit
+
+
+def test_dumped_tokens_stand_with_what_is_known_of_each(tmp_path):
+    batch = single_turns()
+    batch.batch["old_log_probs"] = -torch.arange(16.0).reshape(4, 4) / 7
+    tokens = TokenColumns(Letters().batch_decode)(batch, 7)
+    rows = read(dump_batch(tmp_path, 3, batch, Letters(), tokens=tokens))
+    assert rows[0]["tokens"] == {
+        "text": Letters().batch_decode([[1], [2], [27]]),
+        "log_probs": [0.0, -0.1429, -0.2857],
+        "advantages": [0.0, 0.0, 0.0],
+        "mask": [1, 1, 1],
+    }
+    assert "tokens" in rows[1] and "tokens" not in rows[2]
+    assert parse(json.dumps(rows[0]), tmp_path / "3.jsonl", 1).tokens == [rows[0]["tokens"]]
+
+
+def test_tokens_of_a_trajectory_of_several_rows_are_kept_by_row(tmp_path):
+    batch = episodes(trajectory_id=objects("t0", "t0", "t1", "t2"))
+    rows = read(dump_batch(tmp_path, 3, batch, Letters(), tokens=TokenColumns(Letters().batch_decode)(batch, 100)))
+    assert [len(row["tokens"]["text"]) for row in rows[0]["rows"]] == [7, 5]
+    found = parse(json.dumps(rows[0]), tmp_path / "3.jsonl", 1)
+    assert [sum(own["mask"]) for own in found.tokens] == [sum(row["tokens"]["mask"]) for row in rows[0]["rows"]]
+    assert [turn.row for turn in found.turns if turn.generated][-1] == 1
 
 
 def test_a_value_of_the_reward_function_is_not_lost_to_a_key_of_the_trajectory(tmp_path):

@@ -112,10 +112,3 @@ def test_grpo_learns_on_ray_with_two_ranks(tmp_path, monkeypatch):
     two = {"trainer__n_gpus_per_node": 2, f"{ACTOR}__strategy": "fsdp2", f"{ACTOR}__ppo_micro_batch_size_per_gpu": 8}
     rewards = rewards_of(tmp_path, monkeypatch, **TINY | {"trainer__controller": "ray"} | two)
     check_learned("two ranks on Ray", rewards)
-
-
-@pytest.mark.learning
-@pytest.mark.ray
-def test_ppo_with_a_critic_learns_on_ray(tmp_path, monkeypatch):
-    rewards = rewards_of(tmp_path, monkeypatch, **TINY | METHODS["ppo"] | {"trainer__controller": "ray"})
-    check_learned("a critic on Ray", rewards)

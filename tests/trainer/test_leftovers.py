@@ -12,8 +12,9 @@ import time
 import pytest
 
 from verl.cli import main as verl
-from verl.trainer.leftovers import RUN_VARIABLE, find, owner_of
-from verl.trainer.run_folder import LOCK
+from verl.telemetry.run_record import LOCK
+from verl.trainer.leftovers import find, owner_of
+from verl.trainer.run_folder import RUN_VARIABLE
 
 
 @pytest.fixture

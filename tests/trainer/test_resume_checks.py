@@ -83,6 +83,19 @@ def test_what_differs_is_listed_and_what_changes_learning_is_refused(again, task
     assert "data.train_files: content of 0 train.parquet -> another" in text and "3 of 4 steps are done" in text
 
 
+def test_a_reward_function_that_was_changed_is_refused_unless_that_is_meant(again, task):
+    folder, run = again
+    reward, more = Path(task["custom_reward_function.path"]), {"trainer__total_training_steps": 4}
+    before = reward.read_text()
+    try:
+        reward.write_text(before.replace("/ 8", "/ 4"))
+        words = "custom_reward_function.path: content of reward.py -> another. The run would.*resume_allow_changes=true"
+        with pytest.raises(ConfigError, match=words):
+            run(**more)
+    finally:
+        reward.write_text(before)
+
+
 def test_another_model_of_one_shape_is_noticed(task, tmp_path):
     model = tmp_path / "model"
     shutil.copytree(task["actor_rollout_ref.model.path"], model)

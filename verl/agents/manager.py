@@ -5,9 +5,7 @@ columns.
 """
 
 import asyncio
-import json
 import logging
-import os
 import secrets
 import sys
 import threading
@@ -42,7 +40,7 @@ from verl.utils.py_functional import derive_seed, is_loopback
 from verl.utils.tokenizer import hf_tokenizer
 from verl.workers.rollout.base import Completion, Request, SamplingParams
 from verl.workers.rollout.server.client import RolloutClient
-from verl.workers.rollout.server.messages import RolloutServerError, sampling_from_json
+from verl.workers.rollout.server.messages import RolloutServerError, sampling_from_json, write_servers_file
 
 # -- The rollout servers as one row's agent loop sees them -----------------------------------------------------------
 _OTHER_NAMES = {"logprobs": "want_log_probs", "max_new_tokens": "max_tokens"}
@@ -194,13 +192,7 @@ class AgentLoopManager:
         """Write the servers' addresses and key for agents in other processes; only this user can read the file."""
         path = Path(self.config.trainer.default_local_dir).expanduser().absolute() / SERVERS_FILE
         path.parent.mkdir(parents=True, exist_ok=True)
-        part = path.with_suffix(".part")
-        # the mode below counts only where the file is made: one left there may be readable to all
-        part.unlink(missing_ok=True)
-        content = {"base_urls": [f"{address}/v1" for address in self.addresses], "api_key": token, "model": "policy"}
-        with os.fdopen(os.open(part, os.O_CREAT | os.O_WRONLY, 0o600), "w") as file:
-            file.write(json.dumps(content) + "\n")
-        os.replace(part, path)
+        write_servers_file(path, self.addresses, token)
         return path
 
     def wake_up(self) -> None:

@@ -13,6 +13,9 @@ class MicroBatching(NamedTuple):
     """Rows of one micro-batch on one device."""
     max_tokens: int | None = None
     """Tokens of one micro-batch on one device: valid ones where rows are packed, else rows times the longest row."""
+    together: int = 1
+    """So many consecutive rows stay in one micro-batch: 2 for pairs. A number of rows that it does not divide ends with
+    fewer."""
 
 
 WHOLE = MicroBatching()

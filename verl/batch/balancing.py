@@ -79,8 +79,12 @@ def plan_packed(
         return []
     check_row_fits(max(lengths), split)
     rows_at_most = split.size or math.inf
-    pieces = list(_pieces(lengths, _Limits(split.max_tokens or math.inf, rows_at_most), prompts))
-    _halve_until(pieces, at_least, lengths, prompts)
+    if split.together > 1:
+        pieces = [_unit(rows, lengths, prompts) for rows in _units(len(lengths), split.together)]
+        check_row_fits(max(piece.tokens for piece in pieces), split, f" ({split.together} that stay together)")
+    else:
+        pieces = list(_pieces(lengths, _Limits(split.max_tokens or math.inf, rows_at_most), prompts))
+        _halve_until(pieces, at_least, lengths, prompts)
     limits = _Limits(min(split.max_tokens or math.inf, best_tokens or math.inf), rows_at_most)
     bins = _best_fit(pieces, limits)
     bins = _even(pieces, max(len(bins), at_least), limits) or _with_more_bins(bins, at_least)
@@ -88,11 +92,11 @@ def plan_packed(
     return [[row for piece in held for row in piece.rows] for held in bins]
 
 
-def check_row_fits(longest: int, split: MicroBatching) -> None:
-    """Refuse a row that no micro-batch can hold."""
+def check_row_fits(longest: int, split: MicroBatching, rows: str = "") -> None:
+    """Refuse a row, or ``rows`` that stay together, that no micro-batch can hold."""
     if split.max_tokens is not None and longest > split.max_tokens:
         raise ValueError(
-            f"a row of {longest} tokens does not fit a micro-batch of max_tokens={split.max_tokens}: "
+            f"a row of {longest} tokens{rows} does not fit a micro-batch of max_tokens={split.max_tokens}: "
             "raise the *_max_token_len_per_gpu of this pass to at least prompt plus response length"
         )
 
@@ -112,6 +116,16 @@ def _pieces(lengths: Sequence[int], limits: _Limits, prompts: Prompts | None) ->
         held_together = _best_fit(behind, room)
         for held in _even(behind, len(held_together), room) or held_together:
             yield _Piece(prompt + sum(piece.tokens for piece in held), [piece.rows[0] for piece in held])
+
+
+def _units(count: int, together: int) -> list[list[int]]:
+    """Row numbers of ``count`` rows that stay ``together``."""
+    return [list(range(first, min(first + together, count))) for first in range(0, count, together)]
+
+
+def _unit(rows: list[int], lengths: Sequence[int], prompts: Prompts | None) -> _Piece:
+    tokens = sum(lengths[row] for row in rows) if prompts is None else prompts.tokens_of(rows, lengths)
+    return _Piece(tokens, rows)
 
 
 def _halve_until(pieces: list[_Piece], count: int, lengths: Sequence[int], prompts: Prompts | None) -> None:
@@ -332,28 +346,31 @@ def plan_micro_batches(
     """
     if packed:
         return plan_packed(lengths, split, at_least, best_tokens, prompts)
-    order = np.argsort(-np.asarray(lengths, dtype=np.int64), kind="stable").tolist()
+    together = split.together
+    units = _units(len(lengths), together)
+    widths = [max(lengths[row] for row in unit) for unit in units]
+    order = np.argsort(-np.asarray(widths, dtype=np.int64), kind="stable").tolist()
     groups: list[list[int]] = []
     start = 0
     while start < len(order):
-        longest, left = lengths[order[start]], len(order) - start
+        longest, left = widths[order[start]] * together, len(order) - start
         if split.max_tokens is None:
-            rows = split.size or left
+            count = max(1, split.size // together) if split.size else left
         else:
-            check_row_fits(longest, split)
-            rows = min(left, split.max_tokens // max(longest, 1))
+            check_row_fits(longest, split, "" if together == 1 else f" ({together} that stay together)")
+            count = min(left, split.max_tokens // max(longest, 1))
         if best_tokens is not None:
-            rows = max(1, min(rows, best_tokens // max(longest, 1)))
-        groups.append(order[start : start + rows])
-        start += rows
+            count = max(1, min(count, best_tokens // max(longest, 1)))
+        groups.append(order[start : start + count])
+        start += count
     while len(groups) < at_least:
-        widest = max(range(len(groups)), key=lambda g: (len(groups[g]) > 1, len(groups[g]) * lengths[groups[g][0]]))
+        widest = max(range(len(groups)), key=lambda g: (len(groups[g]) > 1, len(groups[g]) * widths[groups[g][0]]))
         group = groups[widest]
         if len(group) == 1:
             break
         half = ceildiv(len(group), 2)
         groups[widest : widest + 1] = [group[:half], group[half:]]
-    return groups
+    return [[row for unit in group for row in units[unit]] for group in groups]
 
 
 def rearrange_micro_batches(

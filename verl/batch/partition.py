@@ -143,6 +143,8 @@ class PartitionPlan(NamedTuple):
     """Cost of a row; None: rows are not balanced, each rank gets consecutive ones."""
     groups_together: bool = False
     """Keep responses to one prompt on one rank: their common prompt is then computed once."""
+    together: int = 1
+    """So many consecutive rows stay on one rank: 2 for pairs. It divides the rows of every call and step."""
 
     def partition(self, method: str, rows: RowLengths, ranks: int) -> Partition:
         """Divide ``rows`` among ``ranks`` for a call of ``method``."""
@@ -174,12 +176,22 @@ class PartitionPlan(NamedTuple):
 
     def divide(self, step: np.ndarray, rows: RowLengths, ranks: int, by_tokens: bool) -> list[np.ndarray]:
         """The rows of each rank among the row numbers ``step``; empty where there are fewer rows than ranks."""
+        if self.together > 1:
+            return self._divide_units(step.reshape(-1, self.together), rows, ranks, by_tokens)
         if self.cost is None or ranks == 1:
             return np.array_split(step, ranks)
         if self.groups_together and rows.groups is not None:
             return self._divide_groups(step, rows, ranks, by_tokens)
         parts = balanced_parts(self.cost.of(rows.lengths[step]), ranks, equal_size=not by_tokens)
         return [step[sorted(part)] for part in parts]
+
+    def _divide_units(self, units: np.ndarray, rows: RowLengths, ranks: int, by_tokens: bool) -> list[np.ndarray]:
+        """The same of ``units`` (U, together)."""
+        if self.cost is None or ranks == 1:
+            return [part.reshape(-1) for part in np.array_split(units, ranks)]
+        costs = self.cost.of(rows.lengths[units]).sum(1)
+        parts = balanced_parts(costs, ranks, equal_size=not by_tokens)
+        return [units[sorted(part)].reshape(-1) for part in parts]
 
     def _divide_groups(self, step: np.ndarray, rows: RowLengths, ranks: int, by_tokens: bool) -> list[np.ndarray]:
         """Whole groups, or groups in so many pieces as make the rank with most work fastest."""

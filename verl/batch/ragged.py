@@ -103,6 +103,15 @@ class Layout:
         return int(self.offsets[-1])
 
     @cached_property
+    def row_numbers(self) -> Tensor:
+        """(T,) int64: number of the row that each valid token belongs to."""
+        return self.spread(torch.arange(len(self), device=self.lengths.device))
+
+    def spread(self, values: Tensor) -> Tensor:
+        """(T,): of ``values`` (B,), one a row, that of its row for each valid token."""
+        return values.repeat_interleave(self.lengths, output_size=self.total)
+
+    @cached_property
     def valid_positions(self) -> Tensor:
         """(T,) int64: position of each valid token in the flattened (B * width) window."""
         outside = (self.starts < 0) | (self.lengths < 0) | (self.starts + self.lengths > self.width)
@@ -110,7 +119,7 @@ class Layout:
             i = int(outside.nonzero()[0])
             run = f"starts[{i}]={int(self.starts[i])}, lengths[{i}]={int(self.lengths[i])}"
             raise ValueError(f"Layout: {run} leave the window of width={self.width}. Shorten the row or widen it.")
-        return self._spread(torch.arange(len(self), device=self.starts.device) * self.width + self.starts)
+        return self._count_from(torch.arange(len(self), device=self.starts.device) * self.width + self.starts)
 
     @cached_property
     def trimmed(self) -> Layout:
@@ -154,9 +163,9 @@ class Layout:
         starts, lengths = (torch.cat([getattr(part, name) for part in layouts]) for name in ("starts", "lengths"))
         return Layout(starts, lengths, widths[0])
 
-    def _spread(self, firsts: Tensor) -> Tensor:
+    def _count_from(self, firsts: Tensor) -> Tensor:
         """(T,): count on from ``firsts[i]`` (B,) over the tokens of row i."""
-        shift = (firsts - self.offsets[:-1]).repeat_interleave(self.lengths, output_size=self.total)
+        shift = self.spread(firsts - self.offsets[:-1])
         return shift + torch.arange(self.total, device=shift.device)
 
     def __reduce__(self):
@@ -258,6 +267,11 @@ class Ragged:
         """Other values (T, ...) at the same positions; padding 0."""
         return Ragged(values, self.layout)
 
+    def zero_rows(self, rows: Tensor) -> Ragged:
+        """The column with 0 on every token of the rows that ``rows`` (B,) bool names."""
+        kept = self.layout.spread(~rows.to(self.values.device))
+        return self.like(self.values * kept.to(self.values.dtype))
+
     def to(self, device: torch.device | str) -> Ragged:
         return move_columns({"": self}, device)[""]
 
@@ -287,7 +301,7 @@ def select_columns(columns: Mapping[str, Ragged], idx: Tensor) -> dict[str, Ragg
     def plan(layout: Layout) -> tuple[Layout, Tensor]:
         local = idx.to(layout.starts.device)
         chosen = layout.select(local)
-        return chosen, chosen._spread(layout.offsets[local])
+        return chosen, chosen._count_from(layout.offsets[local])
 
     def chosen(column: Ragged) -> Ragged:
         layout, positions = plan(column.layout)
@@ -333,12 +347,33 @@ def move_columns(columns: Mapping[str, Ragged], device: torch.device | str) -> d
 WINDOWS = {"prompts": "prompt", "input_ids": "all", "attention_mask": "all", "position_ids": "all"} | dict.fromkeys(
     "responses response_mask loss_mask old_log_probs ref_log_prob rollout_log_probs entropys values rm_scores "
     "token_level_scores token_level_rewards advantages returns rollout_is_weights selected_tokens "
-    "response_weights sum_pi_squared rollout_versions".split(),
+    "response_weights sum_pi_squared rollout_versions "
+    "teacher_log_probs teacher_topk_log_probs teacher_topk_ids".split(),
     "response",
 )
 
 
 _TOKEN_IDS = ("input_ids", "prompts", "responses")
+
+
+def join_windows(prompt: Ragged, response: Ragged) -> dict[str, Ragged]:
+    """Return the columns of whole sequences, (B, P + R), from prompts (B, P) and responses (B, R).
+
+    ``input_ids``, ``attention_mask`` (ones) and ``position_ids`` that count each row from 0.
+    """
+    lengths = torch.stack([prompt.layout.lengths, response.layout.lengths], 1)
+    # prompt and response of a row alternate in the packed order: filled by two masks, without a loop over rows
+    is_response = torch.tensor([False, True]).repeat(len(lengths)).repeat_interleave(lengths.flatten())
+    tokens = torch.empty(len(is_response), dtype=torch.int64)
+    tokens[is_response] = response.values
+    tokens[~is_response] = prompt.values
+    whole = Layout(prompt.layout.starts, lengths.sum(1), prompt.layout.width + response.layout.width)
+    positions = torch.arange(whole.total) - whole.spread(whole.offsets[:-1])
+    return {
+        "input_ids": Ragged(tokens, whole, response.fill),
+        "attention_mask": Ragged(torch.ones_like(tokens), whole),
+        "position_ids": Ragged(positions, whole, "position"),
+    }
 
 
 def register_ragged_column(name: str, window: str) -> None:

@@ -37,6 +37,7 @@ from verl.checkpoint import rank_files
 from verl.checkpoint.hf_folder import has_weights, write_config, write_safetensors
 from verl.checkpoint.manifest import (
     MANIFEST,
+    TRACKER,
     DamagedCheckpoint,
     Digest,
     damaged_files,
@@ -197,8 +198,6 @@ def _flush(path: Path) -> None:
 
 logger = logging.getLogger(__name__)
 
-TRACKER = "latest_checkpointed_iteration.txt"
-
 _ENDS = [f"{name}_CURRENT_CAPACITY_BLOCK_EXPIRATION_TIMESTAMP" for name in ("MLP", "SAGEMAKER")]
 
 CONTENTS = ("model", "optimizer", "extra", "hf_model")
@@ -310,17 +309,21 @@ class CheckpointManager:
         return digests, write_later
 
     def _write_exports(self, staged: Path) -> None:
-        """Write what other programs read: config, tokenizer, whole weights, adapter."""
-        huggingface, dtype, is_writer = staged / "huggingface", self.export_dtype(), self.engine.topology.rank == 0
+        """Write what other programs read: the Hugging Face folder, the adapter."""
+        # here even in_background: gathering weights is collective, and in a thread would meet collectives of training
+        self.export(staged / "huggingface", has_weights="hf_model" in self.save_contents)
+        if getattr(self.engine, "has_adapter", False):
+            self.engine.save_adapter(staged / "lora_adapter", is_writer=self.engine.topology.rank == 0)
+
+    def export(self, folder: Path, has_weights: bool = True) -> None:
+        """Write config and tokenizer, and whole weights; all ranks call it together."""
+        dtype, is_writer = self.export_dtype(), self.engine.topology.rank == 0
         if is_writer:  # ranks on other nodes write their shards; the model folder is written once
             generates = self.engine.spec.head == "lm"
-            with full_disk_is_said(huggingface):
-                write_config(self.engine.module, huggingface, dtype, self.tokenizer, generates)
-        # here even in_background: gathering weights is collective, and in a thread would meet collectives of training
-        if "hf_model" in self.save_contents:
-            write_safetensors(self.engine.weights(dtype), huggingface, is_writer)
-        if getattr(self.engine, "has_adapter", False):
-            self.engine.save_adapter(staged / "lora_adapter", is_writer=is_writer)
+            with full_disk_is_said(folder):
+                write_config(self.engine.module, folder, dtype, self.tokenizer, generates)
+        if has_weights:
+            write_safetensors(self.engine.weights(dtype), folder, is_writer)
 
     def is_saving(self) -> bool:
         """Whether the last save is still being written."""
@@ -393,6 +396,9 @@ class CheckpointManager:
         self._together(partial(_raise_damage, folder, damage) if damage else None, "verify")
         parts = [part for part in self.load_contents if part in rank_files.PARTS]
         state = {part: self._read(folder, part) for part in parts}
+        if "model" in state and not (folder / MANIFEST).exists():  # of another program, which may not have looked
+            buffers = {name for name, _ in self.engine.module.named_buffers()}
+            self._together(partial(check_finite, state["model"], buffers, folder), "load")
         if "hf_model" in self.load_contents and "model" not in parts:  # weights in the precision they were exported in
             source = folder / "huggingface"
             if self.engine.topology.rank == 0 and not has_weights(source):
@@ -419,9 +425,9 @@ class CheckpointManager:
             File -> what is wrong with it, of this rank's share of the files that `load` reads; and of the others.
         """
         folder = self._found(local_path)
-        damage, beside = self._compare(folder) if folder.is_dir() else ({".": "is missing"}, {})
+        damage, unread = self._compare(folder) if folder.is_dir() else ({".": "is missing"}, {})
         self._verified = None if damage else folder
-        return damage, beside
+        return damage, unread
 
     def _found(self, local_path: str | os.PathLike) -> Path:
         folder = Path(local_path).expanduser()
@@ -452,8 +458,8 @@ class CheckpointManager:
         wrong = damaged_files(folder, manifest, mine.__contains__)
         exports = ("huggingface/", "lora_adapter/")
         is_export_read = "hf_model" in contents and "model" not in contents
-        beside = {name for name in wrong if name.startswith(exports) and not is_export_read}
-        return {name: wrong[name] for name in wrong if name not in beside}, {name: wrong[name] for name in beside}
+        unread = {name for name in wrong if name.startswith(exports) and not is_export_read}
+        return {name: wrong[name] for name in wrong if name not in unread}, {name: wrong[name] for name in unread}
 
     def _read(self, folder: Path, part: str) -> Any:
         place, size = self.engine.topology, rank_files.saved_world_size(folder, part)

@@ -16,6 +16,9 @@ import xxhash
 from verl.version import __version__
 
 MANIFEST = "manifest.json"
+TRACKER = "latest_checkpointed_iteration.txt"
+"""File of a run's folder that names its newest complete step."""
+
 _FORMAT = "verl-manifest-1"
 _PACKAGES = ("torch", "transformers", "safetensors", "peft", "vllm", "sglang")
 _PIECE = 1 << 22

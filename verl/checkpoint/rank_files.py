@@ -23,6 +23,7 @@ from torch import Tensor
 from verl.checkpoint.manifest import DamagedCheckpoint, Digest, DigestingFile
 from verl.checkpoint.shards import is_flat, local
 from verl.utils.exit_codes import ExitCode
+from verl.utils.torch_functional import nonfinite_numbers
 
 PARTS = {"model": "model", "optimizer": "optim", "extra": "extra_state"}
 """Parts of a checkpoint that every rank writes -> how their files' names begin."""
@@ -198,28 +199,30 @@ class NonFiniteWeights(FloatingPointError):
 
 
 @torch.no_grad()
-def check_finite(content: Any, skip: Container[str] = ()) -> None:
+def check_finite(content: Any, skip: Container[str] = (), source: Path | None = None) -> None:
     """Raise if a weight is not finite: a checkpoint of such a model would be of no use.
 
     Args:
         content: name -> piece, as in `verl.checkpoint.shards`.
         skip: names of tensors that may be infinite: masks that a model keeps as buffers.
+        source: the checkpoint that ``content`` was read from; None: it is about to be saved.
 
     Raises:
         NonFiniteWeights: names the first such tensor.
+        DamagedCheckpoint: the same, of weights that were read.
     """
     for name, piece in content.items():
         tensor = local(piece["flat"] if is_flat(piece) else piece)
-        if name in skip or not isinstance(tensor, Tensor) or not tensor.is_floating_point() or not tensor.numel():
+        if name in skip or not isinstance(tensor, Tensor) or not (found := nonfinite_numbers(tensor)):
             continue
-        # NaN goes through aminmax, which reads memory once and is thirty times as fast as isfinite().all()
-        if all(bound.isfinite() for bound in torch.aminmax(tensor)):
-            continue
-        nan, infinite = int(tensor.isnan().sum()), int(tensor.isinf().sum())
+        if source is not None:
+            raise DamagedCheckpoint(
+                f"{source} is of a model that diverged, or was written wrongly: {name} has {found}. Resume from "
+                "another checkpoint (trainer.resume_from_path), or start from the model again"
+            )
         raise NonFiniteWeights(
-            f"{name} has {nan:,} NaN and {infinite:,} infinite of {tensor.numel():,} numbers. It is not saved, and the "
-            f"checkpoints of earlier steps stay: resume from one of them with a lower optim.lr, and look for extreme "
-            f"rewards or log-probabilities in the steps since"
+            f"{name} has {found}. It is not saved, and the checkpoints of earlier steps stay: resume from one of them "
+            f"with a lower optim.lr, and look for extreme rewards or log-probabilities in the steps since"
         )
 
 

@@ -6,7 +6,7 @@ the same name, by the digests in its manifest. What changes learning is refused 
 
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,6 +17,7 @@ from verl.checkpoint.manifest import digest, read_manifest
 from verl.config.base import ConfigError
 from verl.config.describe import CONFIG_FILE
 from verl.config.ppo import PPOConfig
+from verl.config.tree import flatten
 from verl.telemetry.run_record import MASK, mask
 
 _ROLLOUT = (
@@ -26,6 +27,8 @@ _ROLLOUT += " prompt_length response_length async_ratio use_fire_sampling fire_t
 _ROLLOUT += " max_postponements partial_rollout max_staleness multi_turn.* agent.default_agent_loop"
 _DATA = "train_batch_size gen_batch_size train_max_samples prompt_key messages_key mixture* domains* max_prompt_length"
 _DATA += " max_response_length shuffle seed filter_overlong_prompts truncation apply_chat_template_kwargs*"
+_EXAMPLES = "format tools_key enable_thinking* response_key *_dict_keys max_length ignore_input_ids_mismatch"
+_EXAMPLES += " chosen_key rejected_key margin_key"
 _MODEL = "lora_rank lora_alpha target_modules exclude_modules override_config* custom_chat_template"
 
 LEARNING = (
@@ -36,6 +39,7 @@ LEARNING = (
     "custom_reward_function.reward_kwargs*",
     "env.train.*",
     "env.reward*",
+    "distillation.*",
     "reward_model.enable",
     "reward_model.model.path",
     "reward_model.reward_manager",
@@ -46,6 +50,10 @@ LEARNING = (
     *(f"actor_rollout_ref.rollout.{name}" for name in _ROLLOUT.split()),
     *(f"actor_rollout_ref.model.{name}" for name in _MODEL.split()),
     *(f"data.{name}" for name in _DATA.split()),
+    # of supervised fine-tuning and preference training
+    "optim.*",
+    *(f"model.{name}" for name in _MODEL.split()),
+    *(f"data.{name}" for name in _EXAMPLES.split()),
 )
 """Options that change what is learned; patterns of dotted keys."""
 
@@ -67,7 +75,8 @@ _SAME_NUMBERS = (
     "*entropy_checkpointing",
     "*gradient_checkpointing",
     "*activation_offload",
-    "*.optim.total_training_steps",  # follows the length of the run, which may grow
+    "*precompute_ref",
+    "*optim.total_training_steps",  # follows the length of the run, which may grow
     "critic.model.path",  # compared by its files
     "critic.model.tokenizer_path",
     "critic.model.use_shm",
@@ -92,25 +101,23 @@ class Change(NamedTuple):
     is_refused: bool
 
     def __str__(self) -> str:
-        return f"{self.key}: {_shown(self.old)} -> {_shown(self.new)}"
+        return f"{self.key}: {shown(self.old)} -> {shown(self.new)}"
 
 
-# -- What a run learns from, beside its options ------------------------------------------------------------------------
+# -- Data, model and reward function that a run learns from -----------------------------------------------------------
 
 
 def run_identity(config: PPOConfig, dataset: Any) -> dict[str, Any]:
     """Digests of the files that a run learns from, as JSON values; of what is no file here, none."""
-    model, critic = config.actor_rollout_ref.model.path, config.critic.model.path
-    found = {
-        "data.train_files": _data_identity(dataset) if config.data.datagen.path is None else None,
-        "actor_rollout_ref.model.path": model_identity(model),
-        "critic.model.path": model_identity(critic) if config.uses_critic and critic != model else None,
-        "custom_reward_function.path": _file_identity(config.custom_reward_function.path),
-    }
+    datagen = config.data.get("datagen")
+    found = {"data.train_files": data_identity(dataset) if datagen is None or datagen.path is None else None}
+    for key, path in config.learns_from.items():
+        found[key] = model_identity(path) if key.endswith("model.path") else _file_identity(path)
     return {key: value for key, value in found.items() if value}
 
 
-def _data_identity(dataset: Any) -> dict[str, str]:
+def data_identity(dataset: Any) -> dict[str, str]:
+    """Digests of the files of a dataset, and of which of their rows it has; none for what is no file here."""
     files = [str(path) for path in getattr(dataset, "data_files", ())]
     if not files or not all(os.path.isfile(path) for path in files):
         return {}
@@ -153,8 +160,8 @@ def changes(folder: Path, config: PPOConfig, identity: Mapping[str, Any]) -> lis
     """What differs between ``config`` and the run that saved the step ``folder``; nothing where it left no options."""
     if not (folder / CONFIG_FILE).exists():
         return []
-    saved = dict(_leaves(json.loads((folder / CONFIG_FILE).read_text(encoding="utf-8"))))
-    own = dict(_leaves(json.loads(json.dumps(mask(config.to_dict())))))
+    saved = dict(flatten(json.loads((folder / CONFIG_FILE).read_text(encoding="utf-8"))))
+    own = dict(flatten(json.loads(json.dumps(mask(config.to_dict())))))
     # a key that one of the two lacks is of another release, which had its default
     keys = [key for key in own if key in saved and own[key] != saved[key] and MASK not in (own[key], saved[key])]
     keys = [key for key in keys if not _matches(key, _OWN) and (config.uses_critic or not key.startswith("critic."))]
@@ -166,8 +173,7 @@ def changes(folder: Path, config: PPOConfig, identity: Mapping[str, Any]) -> lis
         names = sorted(name for name in old.keys() | new.keys() if old.get(name) != new.get(name))
         if names:
             content = f"content of {', '.join(names[:3])}{' ...' if len(names) > 3 else ''}"
-            # a function that was mended is meant; other rows or weights under the same name seldom are
-            found.append(Change(key, content, "another", key != "custom_reward_function.path"))
+            found.append(Change(key, content, "another", True))
     return found
 
 
@@ -183,8 +189,8 @@ def refuse_changes(folder: Path, found: list[Change]) -> None:
             [
                 f"{folder} was saved by a run that learned otherwise: {'; '.join(map(str, refused))}. The run would be "
                 f"neither the old one nor a new one. Give the saved values (verl config --diff {folder} <yours> lists "
-                f"all), set trainer.resume_allow_changes=true to go on with the new ones, or begin anew in another "
-                f"trainer.default_local_dir."
+                f"all), set trainer.resume_allow_changes=true to go on with the new ones, or start in "
+                f"another trainer.default_local_dir."
             ]
         )
 
@@ -197,15 +203,8 @@ def _matches(key: str, patterns: tuple[str, ...]) -> bool:
     return any(fnmatch(key, pattern) for pattern in patterns)
 
 
-def _leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for name, value in tree.items():
-        if isinstance(value, dict) and value:
-            yield from _leaves(value, f"{prefix}{name}.")
-        else:
-            yield f"{prefix}{name}", value
-
-
-def _shown(value: Any) -> str:
+def shown(value: Any) -> str:
+    """A value in a message: as JSON, its first 60 characters."""
     text = value if isinstance(value, str) else json.dumps(value)
     return text if len(text) <= 60 else f"{text[:57]}..."
 

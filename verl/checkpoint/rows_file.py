@@ -2,7 +2,6 @@
 
 import io
 import json
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ from torch import Tensor
 
 from verl.batch.ragged import Layout, Ragged
 from verl.protocol import DataProto, DataProtoError
+from verl.utils.fs import write_atomic
 
 _FORMAT = "verl-rows-1"
 _METADATA = "facts"
@@ -40,11 +40,10 @@ def save_rows(path: Path, rows: DataProto, metadata: Mapping[str, Any]) -> None:
     pad = rows.meta_info.get("pad_token_id")
     about = {_METADATA: metadata, "columns": columns, "objects": objects, "pad_token_id": pad}
     path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_suffix(f".part{os.getpid()}")
     # a clone of each: columns may share memory, which the format does not allow
     whole = {name: tensor.detach().cpu().clone().contiguous() for name, tensor in tensors.items()}
-    save_file(whole, part, metadata={"format": _FORMAT, "about": json.dumps(about)})
-    os.replace(part, path)
+    metadata_of_file = {"format": _FORMAT, "about": json.dumps(about)}
+    write_atomic(path, lambda part: save_file(whole, part, metadata=metadata_of_file))
 
 
 def load_rows(path: Path) -> tuple[DataProto, dict[str, Any]]:

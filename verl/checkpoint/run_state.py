@@ -10,7 +10,6 @@ complete, and the tracker file after it: what the tracker names is there whole.
 
 import errno
 import json
-import os
 import re
 import shutil
 import tempfile
@@ -21,9 +20,10 @@ from typing import Any
 
 import torch
 
-from verl.checkpoint.checkpoint_manager import TRACKER, find_latest_ckpt_path
+from verl.checkpoint.checkpoint_manager import find_latest_ckpt_path
 from verl.checkpoint.manifest import (
     MANIFEST,
+    TRACKER,
     DamagedCheckpoint,
     damaged_files,
     digest,
@@ -111,15 +111,17 @@ def _local_folder_to_resume(config: TrainerConfig) -> Path | None:
 
 def _newest_complete(root: Path) -> Path | None:
     """The step that the tracker file names; where it does not help, the newest one whose save was completed."""
+    missing = None
     try:
         if newest := find_latest_ckpt_path(root):
             return Path(newest)
-    except FileNotFoundError:
-        if not (steps := complete_steps(root)):
-            raise
-    else:
-        if not (steps := complete_steps(root)):
-            return None
+    except FileNotFoundError as error:
+        missing = error
+    steps = complete_steps(root)
+    if not steps and missing is not None:
+        raise missing
+    if not steps:
+        return None
     folder = step_folder(root, max(steps))
     print(f"{root / TRACKER} names no checkpoint that is there: going on from {folder}, the newest complete one.")
     return folder
@@ -168,13 +170,13 @@ def save_driver_state(
             save_rows(folder / AHEAD, *ahead)
         except ValueError as problem:
             print(f"{folder / AHEAD} is not written: {problem} A run that resumes here generates them again.")
-    write_atomic(folder / "data.pt", lambda path: torch.save(position, path))
-    write_atomic(folder / "trainer.json", lambda path: path.write_text(json.dumps(state, indent=1)))
+    write_durable(folder / "data.pt", lambda path: torch.save(position, path))
+    write_durable(folder / "trainer.json", lambda path: path.write_text(json.dumps(state, indent=1)))
 
 
 def save_options(folder: Path, options: dict[str, Any]) -> None:
     """Write the options of the run, secrets masked: ``verl config --diff`` and a resume read them."""
-    write_atomic(folder / CONFIG_FILE, lambda path: path.write_text(json.dumps(mask(options), indent=1)))
+    write_durable(folder / CONFIG_FILE, lambda path: path.write_text(json.dumps(mask(options), indent=1)))
 
 
 def load_driver_state(folder: Path, loader: Any) -> dict[str, Any]:
@@ -211,7 +213,7 @@ def write_step_manifest(folder: Path, about: Mapping[str, Any]) -> None:
     """Write the manifest of a step: of the driver's files, and of the manifests of the roles."""
     files = [path for path in folder.iterdir() if path.is_file() and path.name != MANIFEST]
     text = manifest_of(folder, [*files, *folder.glob(f"*/{MANIFEST}")], about)
-    write_atomic(folder / MANIFEST, lambda path: path.write_text(text, encoding="utf-8"))
+    write_durable(folder / MANIFEST, lambda path: path.write_text(text, encoding="utf-8"))
 
 
 def damage_of_step(folder: Path, roles: Container[str]) -> dict[str, str]:
@@ -242,7 +244,7 @@ def _can_verify(group: Any) -> bool:
 
 def mark_complete(root: str | Path, step: int) -> None:
     """Name ``step`` as the newest complete checkpoint."""
-    write_atomic(Path(root).expanduser() / TRACKER, lambda path: path.write_text(str(step)))
+    write_durable(Path(root).expanduser() / TRACKER, lambda path: path.write_text(str(step)))
 
 
 def drop_emptied(root: str | Path, steps: list[int]) -> list[int]:
@@ -257,14 +259,14 @@ def drop_emptied(root: str | Path, steps: list[int]) -> list[int]:
     return left
 
 
-def write_atomic(target: Path, write: Any) -> None:
-    """Write a file with ``write(path)`` next to ``target``, flush it to the disk, and rename it to ``target``."""
-    part = target.with_name(target.name + ".part")
+def write_durable(target: Path, write: Any) -> None:
+    """Write a file of a checkpoint with ``write(path)``: on the disk and whole, or not there.
+
+    Raises:
+        OSError: as `full_disk_is_said` says.
+    """
     with full_disk_is_said(target):
-        write(part)
-        with open(part, "rb") as file:  # to the disk before the name: else a crash could leave an empty file under it
-            os.fsync(file.fileno())
-        os.replace(part, target)
+        fs.write_atomic(target, write, is_durable=True)
 
 
 # -- The remote store --------------------------------------------------------------------------------------------------
@@ -393,8 +395,8 @@ class RunCheckpoints:
 
     def in_background(self, groups: Mapping[str, Any]) -> list[Any]:
         """Worker groups that write their checkpoint while training goes on."""
-        sections = {"actor": self.config.actor_rollout_ref.actor, "critic": self.config.critic}
-        return [group for name, group in groups.items() if sections[name].checkpoint.async_save]
+        roles = self.config.saved_roles
+        return [group for name, group in groups.items() if roles[name].checkpoint.async_save]
 
     def finish(self, groups: Mapping[str, Any], wait: bool = True) -> None:
         """Mark the last saved step complete when it is; raises if it could not be written.
@@ -416,7 +418,7 @@ class RunCheckpoints:
         before = self.steps
         # only now that a newer one is complete: a run killed at any moment can resume
         for name, group in groups.items():
-            keep = self.config.trainer[f"max_{name}_ckpt_to_keep"]
+            keep = self.config.saved_roles[name].keep
             old = [str(self.folder(saved) / name) for saved in before[:-keep]] if keep else []
             if old:
                 group.delete_checkpoints(old)
@@ -483,9 +485,9 @@ class RunCheckpoints:
         for candidate in self._candidates(folder):
             damage = damage_of_step(candidate, groups)
             for name, group in groups.items() if not damage else ():
-                for found, beside in group.verify_checkpoint(str(candidate / name)) if _can_verify(group) else ():
+                for found, unread in group.verify_checkpoint(str(candidate / name)) if _can_verify(group) else ():
                     damage |= {f"{name}/{file}": problem for file, problem in found.items()}
-                    for file, problem in beside.items():
+                    for file, problem in unread.items():
                         self.say(f"{candidate / name / file} {problem}. Nothing of it is needed to go on.")
             if not damage:
                 if wrong:
@@ -506,14 +508,9 @@ class RunCheckpoints:
 
     def load_groups(self, folder: Path, groups: Mapping[str, Any]) -> list[str]:
         """Load a checkpoint into the worker groups; returns remarks for the user."""
-        policy, critic = self.config.actor_rollout_ref, self.config.critic
-        sections = {"actor": (policy.actor, policy.model), "critic": (critic, critic.model)}
-        remarks = []
         # all of them before the first is loaded: loading takes minutes
-        for name in groups:
-            section, model = sections[name]
-            has_adapter = model.lora_rank > 0
-            remarks.append(not_loaded(name, section.checkpoint.load_contents, has_adapter))
+        roles = self.config.saved_roles
+        remarks = [not_loaded(name, roles[name].checkpoint.load_contents, roles[name].has_adapter) for name in groups]
         for name, group in groups.items():
             notes = dict.fromkeys(filter(None, group.load_checkpoint(str(folder / name))))
             remarks += [f"; {name}: {remark}" for remark in notes]

@@ -13,6 +13,7 @@ from verl.config.critic import CriticConfig, CriticModelConfig
 from verl.config.data import DataConfig
 from verl.config.engine import FSDPConfig, MixedPrecisionConfig, OptimConfig, WrapPolicyConfig
 from verl.config.load import check, load_ppo_config, run_from_command_line
+from verl.config.megatron import MegatronConfig
 from verl.config.ppo import ActorRolloutRefConfig, FusedKernelConfig, ModelConfig, PPOConfig
 from verl.config.reward import RewardFunctionConfig, RewardModelConfig
 from verl.config.rollout import AgentConfig, MultiTurnConfig, RolloutConfig, SamplingConfig, TraceConfig
@@ -23,14 +24,16 @@ FSDPActorConfig = ActorConfig
 FSDPCriticConfig = CriticConfig
 FSDPCriticModelCfg = CriticModelConfig
 FSDPEngineConfig = FSDPConfig
-FSDPOptimizerConfig = OptimizerConfig = OptimConfig
+FSDPOptimizerConfig = McoreOptimizerConfig = OptimizerConfig = OptimConfig
+McoreEngineConfig = MegatronConfig
 HFModelConfig = ModelConfig
 
 __all__ = [
     "ActorConfig", "ActorRolloutRefConfig", "AgentConfig", "AlgorithmConfig", "BaseConfig", "CheckpointConfig",
     "Config", "ConfigError", "ConfigWarning", "CriticConfig", "CriticModelConfig", "DataConfig", "FSDPActorConfig",
     "FSDPConfig", "FSDPCriticConfig", "FSDPCriticModelCfg", "FSDPEngineConfig", "FSDPOptimizerConfig", "FreeDict",
-    "FusedKernelConfig", "HFModelConfig", "KLControlConfig", "MicroBatching", "MixedPrecisionConfig", "ModelConfig",
+    "FusedKernelConfig", "HFModelConfig", "KLControlConfig", "McoreEngineConfig", "McoreOptimizerConfig",
+    "MegatronConfig", "MicroBatching", "MixedPrecisionConfig", "ModelConfig",
     "MultiTurnConfig", "OptimConfig", "OptimizerConfig", "PFPPOConfig", "PPOConfig", "PolicyLossConfig",
     "ProfilerConfig", "RayInitConfig", "RefConfig", "RefModelConfig", "RewardFunctionConfig", "RewardModelConfig",
     "RolloutConfig", "RolloutCorrectionConfig", "SamplingConfig", "TraceConfig", "TrainerConfig", "WrapPolicyConfig",

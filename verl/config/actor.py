@@ -7,6 +7,8 @@ from verl.batch import MicroBatching
 from verl.config.algorithm import KLKind, RolloutCorrectionConfig
 from verl.config.base import Config, option, read_if, section
 from verl.config.engine import DeepSpeedConfig, FSDPConfig, OptimConfig, Strategy
+from verl.config.megatron import MegatronConfig
+from verl.config.profiler import FollowingProfilerConfig
 from verl.config.trainer import CheckpointConfig
 
 LossAggMode = Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm", "token-sum"]
@@ -26,7 +28,7 @@ class PolicyLossConfig(Config):
 
     loss_mode: str = "vanilla"
     """``vanilla`` (clipped PPO, Schulman et al. 2017, arXiv:1707.06347), gspo, geo_mean, cispo, sapo, clip_cov,
-    kl_cov, dppo_tv, dppo_kl, gpg, reinforce, tis, topr, kimi15, dro, bypass_mode, a name given to
+    kl_cov, dppo_tv, dppo_kl, gpg, reinforce, tis, topr, kimi15, dro, sppo, bypass_mode, a name given to
     ``register_policy_loss``, or a function of yours as path/to/file.py:name. Equations and papers:
     docs/algorithms.md."""
 
@@ -63,6 +65,10 @@ class PolicyLossConfig(Config):
     kimi15_tau: float = option(0.1, at_least=0)
     """kimi15: weight of the squared log-ratio of a response. Source: Kimi k1.5 (arXiv:2501.12599)."""
 
+    sppo_eta: float = option(1.0, above=0)
+    """sppo: log-ratio that a response which always wins is fitted to, times 2. Source: Wu et al. 2024
+    (arXiv:2405.00675)."""
+
     dro_beta: float = option(0.1, above=0)
     """dro: weight of the squared log-ratio of a token. Source: Richemond et al. 2024 (arXiv:2405.19107)."""
 
@@ -78,7 +84,8 @@ class ActorConfig(Config):
 
     strategy: Strategy = "fsdp"
     """Training engine: fsdp2 (``fully_shard``; fsdp is another name of it), fsdp1 (the older
-    ``FullyShardedDataParallel``, not tried on GPUs yet), deepspeed (ZeRO) or local (one process)."""
+    ``FullyShardedDataParallel``, not tried on GPUs yet), deepspeed (ZeRO), megatron (tensor, pipeline and expert
+    parallel) or local (one process)."""
 
     ppo_mini_batch_size: int = option(256, above=0)
     """Prompts of one optimizer step, over all ranks; each brings ``rollout.n`` responses."""
@@ -218,8 +225,16 @@ class ActorConfig(Config):
     deepspeed: DeepSpeedConfig = section(DeepSpeedConfig)
     """ZeRO, with ``strategy=deepspeed``."""
 
+    megatron: MegatronConfig = section(MegatronConfig)
+    """Parallelism, formats and offload, with ``strategy=megatron``."""
+
     use_remove_padding: bool = False
     """As ``actor_rollout_ref.model.use_remove_padding``, which it follows. Holds for the reference too."""
+
+    @property
+    def sharding(self) -> FSDPConfig | MegatronConfig:
+        """Sharding, offload and number formats of the engine that ``strategy`` names."""
+        return self.megatron if self.strategy == "megatron" else self.fsdp_config
 
     @property
     def update_split(self) -> MicroBatching:
@@ -238,8 +253,8 @@ class RefModelConfig(Config):
 
 
 @dataclass
-class RefConfig(Config):
-    """The frozen reference policy. It exists with ``algorithm.use_kl_in_reward`` or ``actor.use_kl_loss``."""
+class FrozenModelConfig(Config):
+    """A model beside the policy that scores the policy's responses and is not trained: the reference, or teachers."""
 
     # the sections of other roles follow the actor's by interpolation in the groups' YAML, not by these defaults
     strategy: Strategy = "fsdp"
@@ -261,14 +276,14 @@ class RefConfig(Config):
     """Tokens of one micro-batch on one device; follows ``actor.ppo_max_token_len_per_gpu``. A forward needs less
     memory than an update: may be larger."""
 
-    model: RefModelConfig | None = None
-    """Null: a frozen copy of the actor's initial weights."""
-
     fsdp_config: FSDPConfig = section(FSDPConfig)
     """Sharding, offload and number formats."""
 
     deepspeed: DeepSpeedConfig = section(DeepSpeedConfig)
     """ZeRO, with ``strategy=deepspeed``; ``zero_stage`` follows the actor's."""
+
+    megatron: MegatronConfig = section(MegatronConfig)
+    """Parallelism, formats and offload, with ``strategy=megatron``; follows the actor's but for offload."""
 
     ulysses_sequence_parallel_size: int = option(1, above=0)
     """Ranks that share one sequence; follows the actor's."""
@@ -280,9 +295,9 @@ class RefConfig(Config):
     """Both values do the same."""
 
     @property
-    def own_path(self) -> str | None:
-        """The model, where it is another than the actor's."""
-        return self.model.path if self.model is not None else None
+    def sharding(self) -> FSDPConfig | MegatronConfig:
+        """Sharding, offload and number formats of the engine that ``strategy`` names."""
+        return self.megatron if self.strategy == "megatron" else self.fsdp_config
 
     @property
     def log_prob_split(self) -> MicroBatching:
@@ -290,3 +305,19 @@ class RefConfig(Config):
         if self.log_prob_use_dynamic_bsz:
             return MicroBatching(None, self.log_prob_max_token_len_per_gpu)
         return MicroBatching(self.log_prob_micro_batch_size_per_gpu, None)
+
+
+@dataclass
+class RefConfig(FrozenModelConfig):
+    """The frozen reference policy. It exists with ``algorithm.use_kl_in_reward`` or ``actor.use_kl_loss``."""
+
+    model: RefModelConfig | None = None
+    """Null: a frozen copy of the actor's initial weights."""
+
+    profiler: FollowingProfilerConfig = section(FollowingProfilerConfig)
+    """Profiling of the reference."""
+
+    @property
+    def own_path(self) -> str | None:
+        """The model, where it is another than the actor's."""
+        return self.model.path if self.model is not None else None

@@ -338,8 +338,8 @@ class AlgorithmConfig(Config):
     adv_estimator: str = "gae"
     """Advantage estimator: gae, grpo, grpo_passk, rloo, remax, reinforce, step_reinforce, agentic_reinforce, gigpo,
     reinforce_plus_plus, reinforce_plus_plus_baseline, opo, gpg, gdpo, optimal_token_baseline,
-    tir_optimal_token_baseline, a name given to ``register_adv_est``, or a function of yours as path/to/file.py:name.
-    Only ``gae`` needs a critic. Equations and papers: docs/algorithms.md."""
+    tir_optimal_token_baseline, sppo, a name given to ``register_adv_est``, or a function of yours as
+    path/to/file.py:name. Only ``gae`` needs a critic. Equations and papers: docs/algorithms.md."""
 
     norm_adv_by_std_in_grpo: bool = True
     """GRPO: divide by the standard deviation of the group. False is Dr. GRPO (Liu et al. 2025, arXiv:2503.20783)."""

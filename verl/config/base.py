@@ -152,6 +152,8 @@ class Config(Mapping):
     _target_: ClassVar[str | None] = None
     """Class path that verl's own YAML names for this section. Written into the tree for tools that look for it,
     never followed: the section's class is decided by its place."""
+    _schema: ClassVar[str | None] = None
+    """Of a root other than main_ppo's: the name of its ``schema/*`` node."""
     _mutable_fields: ClassVar[frozenset[str] | set[str]] = frozenset()
     _read_if: ClassVar[ReadIf | None] = None
     """Condition under which all options of the section are read, but for the one that it names."""

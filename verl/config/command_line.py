@@ -24,6 +24,11 @@ _HOME_PATH = re.compile(r"(?<=[=\[,\s])~/[^\s,\[\]'\"]*(?=\s*(?:[,\]]|$))")
 """A path that begins with ``~``, alone or in a list: hydra's grammar wants it in quotes."""
 
 
+def quoted(text: str) -> str:
+    """A text as a value of hydra's grammar, where a backslash counts as one only before a quote."""
+    return "'" + re.sub(r"(\\*)('|\Z)", lambda found: found[1] * 2 + ("\\'" if found[2] else ""), text) + "'"
+
+
 class Place(NamedTuple):
     """End of a dotted key in the tree."""
 
@@ -71,8 +76,10 @@ def check_overrides(arguments: Iterable[str], root: type[Config], is_group: Call
         # ``backend_config.`` in front is read as the tree itself
         bare = strip_prefix(key)
         stripped |= bare != key
-        place = locate(root, today(bare))
-        if place.kind == "unknown" and not is_legacy(bare):
+        is_ppo = issubclass(root, PPOConfig)
+        place = locate(root, today(bare) if is_ppo else bare)
+        is_old_name = is_legacy if is_ppo else getattr(root, "is_old_name", is_legacy)
+        if place.kind == "unknown" and not is_old_name(bare):
             problems.append(Problem(key, unknown_key(root, bare, place)))
             continue
         if mark == "~" and place.kind == "unknown":
@@ -89,7 +96,12 @@ def check_overrides(arguments: Iterable[str], root: type[Config], is_group: Call
     return CheckedOverrides(overrides, given, problems, stripped)
 
 
-_ENGINES = ("dp", "fsdp", "fsdp2")
+_ENGINES = ("dp", "fsdp", "fsdp2", "megatron")
+_MEGATRON = (
+    "actor@actor_rollout_ref.actor=megatron_actor", "critic=megatron_critic",
+    "reward_model=megatron_reward_model",
+)  # fmt: skip
+"""Choices that ``model_engine=megatron`` stands for. The reference follows the actor."""
 
 _GROUPS = {
     "model": "hf_model", "optim": "fsdp", "engine": "fsdp", "algorithm": "rollout_correction", "reward": "reward",
@@ -106,6 +118,8 @@ def _judge_group(
     feature = feature_of_backend(choice, within=True)
     if feature:
         return [], [Problem(group, not_built(text, feature))]
+    if group == "model_engine" and choice == "megatron":
+        return list(_MEGATRON), []
     if group == "model_engine" and choice not in _ENGINES:
         return [], [
             Problem(
@@ -295,7 +309,8 @@ def parse(arguments: Sequence[str]) -> CommandLine:
 def print_help(words: list[str], root: type[Config], module: str) -> None:
     """Print the help of the command, or of the options that ``words`` name."""
     if not words:
-        print(HELP.format(module="verl.trainer.main_ppo" if module == "__main__" else module), end="")
+        text = getattr(root, "_help", HELP)
+        print(text.format(module="verl.trainer.main_ppo" if module == "__main__" else module), end="")
         return
     from verl.config.describe import describe
 
@@ -327,15 +342,20 @@ def print_tree(tree: dict, problems: Sequence[str], flags: dict[str, Any]) -> No
 # -- ``verl completion bash`` and ``zsh``: a script that completes subcommands, options, and the values they may have
 
 
-_KEYED = ("ppo", "doctor", "check", "config", "roll")
+_KEYED = ("ppo", "generate", "eval", "chat", "doctor", "check", "config", "roll")
 """Subcommands that take options of a run."""
 _PLACES = "--config-path --config-name --config-dir"
 _FLAGS = {
     "ppo": f"--help --check --elsewhere --cfg --resolve --package {_PLACES}",
+    "generate": f"--help --check --cfg --resolve --package {_PLACES}",
+    "eval": f"--help --check --cfg --resolve --package {_PLACES}",
+    "chat": f"--help --system --tools {_PLACES}",
     "config": "--help --explain --diff --key-value --markdown",
     "roll": "--help --print --check --fields",
     "doctor": f"--help --gpu-mem --gpus --elsewhere --json --strict {_PLACES}",
     "check": "--help --json --prompts --tokens --all --score --patience",
+    "env": "check list --help --json --quick",
+    "init": "--help --task --model --data --val-data --prompt-column --answer-column --algorithm --gpus --yes",
     "trajectories": "--help --step --index --uid --sort --status --tag --best --worst --diff --limit --html --json",
 }
 """Subcommand -> its flags; what completion offers after it."""

@@ -22,6 +22,7 @@ SCHEMAS = {
     "critic": "critic",
     "reward_model": "reward_model",
     "data": "data",
+    "distillation": "distillation",
     "npu_profile": "trainer.npu_profile",
 }
 """Group of YAML files -> the section it fills. ``schema/ppo`` holds everything else."""
@@ -98,6 +99,8 @@ def _explain(error: BaseException) -> str:
 def schemas(root: type[Config]) -> dict[str, dict]:
     """Name of a ``schema/*`` node -> its content: the defaults of the dataclasses."""
     whole = schema_tree(root())
+    if root._schema is not None:  # a program of its own, without groups
+        return {root._schema: whole}
     nodes = {}
     for name, key in SCHEMAS.items():
         *path, last = key.split(".")

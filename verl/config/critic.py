@@ -7,7 +7,9 @@ from verl.batch import MicroBatching
 from verl.config.actor import LossAggMode
 from verl.config.base import Config, option, read_if, section
 from verl.config.engine import DeepSpeedConfig, FSDPConfig, OptimConfig, Strategy
-from verl.config.trainer import CheckpointConfig, ProfilerConfig
+from verl.config.megatron import MegatronConfig
+from verl.config.profiler import ProfilerConfig
+from verl.config.trainer import CheckpointConfig
 
 
 @dataclass
@@ -83,6 +85,9 @@ class CriticConfig(Config):
     deepspeed: DeepSpeedConfig = section(DeepSpeedConfig)
     """ZeRO, with ``strategy=deepspeed``."""
 
+    megatron: MegatronConfig = section(MegatronConfig)
+    """Parallelism, formats and offload, with ``strategy=megatron``; the mesh follows the actor's."""
+
     # null rather than false: whether there is a critic is the estimator's to say
     enable: bool | None = None
     """Train a critic? Null: yes if the advantage estimator needs one."""
@@ -142,6 +147,11 @@ class CriticConfig(Config):
 
     grad_clip: float = option(1.0, above=0)
     """Gradient norm above which the gradient is scaled down."""
+
+    @property
+    def sharding(self) -> FSDPConfig | MegatronConfig:
+        """Sharding, offload and number formats of the engine that ``strategy`` names."""
+        return self.megatron if self.strategy == "megatron" else self.model.fsdp_config
 
     @property
     def update_split(self) -> MicroBatching:

@@ -9,7 +9,7 @@ from verl.config.base import Config, option, read_if, section
 Strategy = Literal["fsdp", "fsdp2", "fsdp1", "local", "megatron", "deepspeed"]
 """``fsdp2``, or ``fsdp``: torch's fully_shard. ``fsdp1``: its predecessor FullyShardedDataParallel. All give the same
 numbers and read each other's checkpoints. ``local``: one process, no sharding. ``deepspeed``: ZeRO, by the library.
-``megatron`` is a known name that is not built yet."""
+``megatron``: megatron-core, with the sections ``megatron``."""
 
 
 class StrategyTraits(NamedTuple):
@@ -24,6 +24,8 @@ class StrategyTraits(NamedTuple):
     """Weights and gradients lie in flat pieces, without the shapes of the model's."""
     has_zero: bool = False
     """Reads the section ``deepspeed``."""
+    has_megatron: bool = False
+    """Reads the section ``megatron`` in place of ``fsdp_config``."""
 
 
 _SHARDING = (
@@ -33,6 +35,7 @@ _SHARDING = (
 STRATEGIES: dict[str, StrategyTraits] = {
     "fsdp1": StrategyTraits(has_flat_pieces=True),
     "deepspeed": StrategyTraits(_SHARDING, "shards as {role}.deepspeed says", has_flat_pieces=True, has_zero=True),
+    "megatron": StrategyTraits(has_flat_pieces=True, has_megatron=True),
     "local": StrategyTraits((*_SHARDING, "mixed_precision.reduce_dtype"), "does not shard", is_one_process=True),
 }
 """Training engine -> its peculiarities; one without a row, fsdp2 for example, has none."""
@@ -40,6 +43,11 @@ STRATEGIES: dict[str, StrategyTraits] = {
 Dtype = Literal["fp32", "float32", "bf16", "bfloat16", "fp16", "float16"]
 
 _SHORT = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
+
+
+def short_dtype(name: str) -> str:
+    """``fp32``, ``bf16`` or ``fp16`` of either way to write it."""
+    return _SHORT.get(name, name)
 
 
 @dataclass
@@ -117,12 +125,12 @@ class FSDPConfig(Config):
     def compute_dtype(self) -> str:
         """``fp32``, ``bf16`` or ``fp16``: format of forward and backward."""
         chosen = (self.mixed_precision or MixedPrecisionConfig()).param_dtype
-        return _SHORT.get(chosen, chosen)
+        return short_dtype(chosen)
 
     @property
     def master_dtype(self) -> str:
         """``fp32``, ``bf16`` or ``fp16``: format of the master weights."""
-        return _SHORT.get(self.model_dtype, self.model_dtype)
+        return short_dtype(self.model_dtype)
 
 
 @dataclass
@@ -177,6 +185,8 @@ class DeepSpeedConfig(Config):
 
 # -- Optimizer and learning-rate schedule of a trained role ----------------------------------------------------------
 
+_FALLING = ("cosine", "linear", "wsd", "inverse-square-root")
+
 
 @dataclass
 class OptimConfig(Config):
@@ -206,16 +216,25 @@ class OptimConfig(Config):
     lr_warmup_steps: int | None = -1
     """Training steps over which the rate rises linearly. Negative or null: from ``lr_warmup_steps_ratio``."""
 
-    min_lr_ratio: float | None = option(0.0, read_if("warmup_style", "cosine", "linear", "wsd"), at_least=0, at_most=1)
-    """With ``cosine``, ``linear`` and ``wsd``: the rate ends at this share of ``lr``, and warms up from it. Null: 0."""
+    min_lr_ratio: float | None = option(0.0, read_if("warmup_style", *_FALLING), at_least=0, at_most=1)
+    """With all but ``constant``: the rate ends at this share of ``lr``, and warms up from it. Null: 0."""
+
+    min_lr: float = option(0.0, read_if("warmup_style", *_FALLING), at_least=0)
+    """With all but ``constant``: the rate falls no lower than this, and ends there where the share ``min_lr_ratio`` of
+    ``lr`` is not higher."""
+
+    lr_warmup_init: float = option(0.0, at_least=0)
+    """Rate at the first step of the warm-up, from which it rises to ``lr``. 0: from zero, or from where the schedule
+    ends."""
 
     num_cycles: float = option(0.5, read_if("warmup_style", "cosine"), above=0)
     """With ``cosine``: periods over the run; 0.5 is one fall from peak to floor."""
 
-    warmup_style: Literal["constant", "cosine", "linear", "wsd"] = "constant"
-    """Course after the warm-up; ``lr_scheduler_type`` is a second name of this option. ``constant``; ``cosine`` decay
-    (Loshchilov & Hutter 2017, arXiv:1608.03983); ``linear`` decay; ``wsd``, warmup-stable-decay: constant, with a
-    decay at the end (Hu et al. 2024, arXiv:2404.06395)."""
+    warmup_style: Literal["constant", "cosine", "linear", "wsd", "inverse-square-root"] = "constant"
+    """Course after the warm-up; ``lr_scheduler_type`` and ``lr_decay_style`` are other names of this option.
+    ``constant``; ``cosine`` decay (Loshchilov & Hutter 2017, arXiv:1608.03983); ``linear`` decay; ``wsd``,
+    warmup-stable-decay: constant, with a decay at the end (Hu et al. 2024, arXiv:2404.06395);
+    ``inverse-square-root`` of the step (Vaswani et al. 2017, arXiv:1706.03762)."""
 
     lr_wsd_decay_steps: int | None = option(None, read_if("warmup_style", "wsd"), at_least=0)
     """With ``wsd``: training steps of the decay. Null: a tenth of those after the warm-up."""
@@ -230,6 +249,21 @@ class OptimConfig(Config):
 
     eps: float = option(1e-8, above=0)
     """Added to AdamW's denominator."""
+
+    weight_decay_incr_style: Literal["constant", "linear", "cosine"] = option(
+        "constant", never_read="weight decay begins and ends at optim.weight_decay"
+    )
+    """Course of the weight decay in Megatron's trainer, where it begins and ends at ``weight_decay``: all values do the
+    same."""
+
+    use_checkpoint_opt_param_scheduler: bool = option(
+        False, never_read="a checkpoint that holds the optimizer brings its schedule back"
+    )
+    """Both values do the same: a checkpoint that holds the optimizer brings its schedule back."""
+
+    override_optimizer_config: dict[str, Any] | None = None
+    """Free-form, with ``strategy=megatron``: entries of megatron-core's ``OptimizerConfig``. What an option of verl
+    decides is an error here."""
 
 
 # -- entries of DeepSpeed's own configuration that options of verl decide ----------------------------------------------

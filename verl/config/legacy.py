@@ -5,7 +5,7 @@ the names, ``release_keys.tsv`` all keys of verl's releases with their defaults,
 """
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -115,6 +115,7 @@ CONVERSIONS: dict[str, Callable[[Any], Any]] = {
     "if_true": lambda value: True if value in _TRUE else None,
     "one_if_true": lambda value: 1 if value in _TRUE else None,
     "strict_if_true": lambda value: "strict" if value in _TRUE else "disable",
+    "if_any": lambda value: value or None,
     "if_positive": lambda value: value if isinstance(value, int | float) and value > 0 else None,
     "unless_fcfs": lambda value: None if value == "fcfs" else value,  # the engine's own default
     "lower": lambda value: value.lower() if isinstance(value, str) else value,
@@ -148,9 +149,11 @@ class RemovedOption(NamedTuple):
         return is_listed or asks_for_nothing(value) or is_release_default(self.old, value)
 
 
-def _old_keys() -> tuple[dict[str, str], tuple[Moved, ...], tuple[RemovedOption, ...]]:
-    sections, moved, removed = {}, [], []
-    for columns in _rows(OLD_TABLE, "old\t"):
+def read_names(table: Path) -> tuple[dict[str, str], list[Moved], list[RemovedOption]]:
+    """The rows of a table of old names: sections, options with another name, options without successor."""
+    sections: dict[str, str] = {}
+    moved, removed = [], []
+    for columns in _rows(table, "old\t"):
         old, new, how, why = (*columns, "", "")[:4]
         if how == "section":
             sections[old] = new
@@ -158,6 +161,11 @@ def _old_keys() -> tuple[dict[str, str], tuple[Moved, ...], tuple[RemovedOption,
             removed.append(RemovedOption(old, why, tuple(json.loads(how))))
         else:
             moved.append(Moved(old, tuple(new.split(" ")), CONVERSIONS[how], how == "alias"))
+    return sections, moved, removed
+
+
+def _old_keys() -> tuple[dict[str, str], tuple[Moved, ...], tuple[RemovedOption, ...]]:
+    sections, moved, removed = read_names(OLD_TABLE)
     known = {entry.old for entry in moved}
     for place in ("actor_rollout_ref.rollout", "actor_rollout_ref.rollout.val_kwargs"):
         for name in (*HANDED_ON, *DECIDED):  # parameters of the engines that are no options themselves
@@ -178,7 +186,8 @@ _BY_NAME: dict[str, Moved | RemovedOption] = {
 
 def is_legacy(key: str) -> bool:
     """Is this a name that a release of verl has for an option, or for something that is not built?"""
-    return entry_of(key) is not None or key in CORRECTION_KEYS or feature_of_key(today(key)) is not None
+    is_moved = today(key) != key or entry_of(key) is not None
+    return is_moved or key in CORRECTION_KEYS or feature_of_key(today(key)) is not None
 
 
 def today(key: str) -> str:
@@ -241,7 +250,19 @@ def translate(
                 value = resolved(key)
             if value not in (None, {}):
                 _rename(tree, given, problems, key, value, today(key))
-    for old, entry in _BY_NAME.items():
+    return messages + rename(tree, given, problems, resolved, _BY_NAME)
+
+
+def rename(
+    tree: dict,
+    given: set[str],
+    problems: list[Problem],
+    resolved: Callable[[str], Any],
+    names: Mapping[str, Moved | RemovedOption],
+) -> list[str]:
+    """Rename the options of a table of old names, as `translate` does."""
+    messages = []
+    for old, entry in names.items():
         present, value = _take(tree, given, old)
         if not present:
             continue
@@ -360,7 +381,7 @@ def _of_release_060(old: dict[str, Any]) -> dict[str, Any]:
 
 # -- What is not built -----------------------------------------------------------------------------------------------
 
-_BUILT = ("fsdp", "fsdp1", "fsdp2", "deepspeed", "local")
+_BUILT = ("fsdp", "fsdp1", "fsdp2", "deepspeed", "local", "megatron")
 """Strategies that need no look into the table of features, which costs milliseconds at every start."""
 
 
@@ -445,10 +466,11 @@ def _is_off(found: FeatureKey, key: str, values: dict[str, Any]) -> bool:
 
 # -- Other names of values -------------------------------------------------------------------------------------------
 
-_VALUES = {
+_VALUES: dict[str, dict[str, str | None]] = {
     "algorithm.adv_estimator": {"grpo_vectorized": "grpo", "rloo_vectorized": "rloo"},
     "actor_rollout_ref.actor.optim.optimizer": {"adam": "AdamW", "adamw": "AdamW"},
     "critic.optim.optimizer": {"adam": "AdamW", "adamw": "AdamW"},
+    "actor_rollout_ref.ref.megatron.expert_tensor_parallel_size": {"None": None},  # as a text in v0.5.0
 }
 """Option -> other names of its values: estimators that are vectorised here, Megatron's Adam with decoupled decay."""
 
@@ -460,7 +482,7 @@ def translate_values(tree: dict) -> list[str]:
         value = at_key(tree, key)
         if isinstance(value, str) and value in names:
             put_key(tree, key, names[value])
-            messages.append(f"{key}: {value} is called {names[value]}")
+            messages.append(f"{key}: {value} is called {show(names[value])}")
     return messages
 
 

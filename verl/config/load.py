@@ -10,6 +10,7 @@ import sys
 import warnings
 from collections.abc import Callable, Sequence
 from functools import partial
+from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,6 +19,7 @@ from verl.config.command_line import check_overrides, locate, parse, print_help,
 from verl.config.compose import CONFIG_DIR, compose, search_folders
 from verl.config.conversations import hold_conversations
 from verl.config.environments import follow_environments, follow_normalization
+from verl.config.generation import adopt_short_names, long_words
 from verl.config.legacy import (
     asks_for_nothing,
     set_features_aside,
@@ -26,6 +28,7 @@ from verl.config.legacy import (
     translate_logger,
     translate_values,
 )
+from verl.config.megatron import follow_overrides
 from verl.config.ppo import PPOConfig
 from verl.config.tree import (
     at_key,
@@ -50,6 +53,7 @@ _GLOBAL_SIZES = (
     ("actor_rollout_ref.actor", "ppo_micro_batch_size", "actor_rollout_ref.actor"),
     ("actor_rollout_ref.rollout", "log_prob_micro_batch_size", "actor_rollout_ref.actor"),
     ("actor_rollout_ref.ref", "log_prob_micro_batch_size", "actor_rollout_ref.ref"),
+    ("distillation.teacher", "log_prob_micro_batch_size", "distillation.teacher"),
     ("critic", "ppo_micro_batch_size", "critic"),
     ("critic", "forward_micro_batch_size", "critic"),
     ("reward_model", "micro_batch_size", "reward_model"),
@@ -180,14 +184,14 @@ def _peek(tree: dict, composed: Any, key: str) -> Any:
 
 
 def _ranks(tree: dict, composed: Any, place: str) -> int | None:
-    numbers = [
-        _peek(tree, composed, key)
-        for key in ("trainer.nnodes", "trainer.n_gpus_per_node", f"{place}.ulysses_sequence_parallel_size")
-    ]
+    sharing = [f"{place}.ulysses_sequence_parallel_size"]  # options whose product is the ranks that share rows
+    if _peek(tree, composed, f"{place}.strategy") == "megatron":
+        sharing = [f"{place}.megatron.{name}_parallel_size" for name in ("tensor_model", "pipeline_model", "context")]
+    numbers = [_peek(tree, composed, key) for key in ("trainer.nnodes", "trainer.n_gpus_per_node", *sharing)]
     if not all(isinstance(number, int) and number > 0 for number in numbers):
         return None
-    nodes, per_node, sequence = numbers
-    return max(1, nodes * per_node // sequence)
+    nodes, per_node, *shared = numbers
+    return max(1, nodes * per_node // prod(shared))
 
 
 class LoadedConfig(NamedTuple):
@@ -247,17 +251,31 @@ def load(
     Raises:
         ConfigError: if hydra could not compose a tree at all.
     """
-    folders = search_folders(config_path, config_dir)
+    folders, names = search_folders(config_path, config_dir), getattr(root, "short_names", {})
+    overrides = long_words(overrides, names)
     checked = check_overrides(overrides, root, lambda name: any((folder / name).is_dir() for folder in folders))
     if checked.problems:
         raise ConfigError([problem.text for problem in checked.problems])
     composed, tree = compose(checked.overrides, folders, config_name, root)
+    if adopt_short_names(tree, names):
+        from omegaconf import OmegaConf
+
+        composed = OmegaConf.create(tree)
     given = set(checked.given)
-    if config_name != "ppo_trainer" or len(folders) > 1:
-        by_file = differing(tree, compose([], [CONFIG_DIR], "ppo_trainer", root)[1])
+    if config_name.removesuffix(".yaml") not in (base_name(root), MEGATRON_NAME) or len(folders) > 1:
+        by_file = differing(tree, compose([], [CONFIG_DIR], base_name(root), root)[1])
         # a section that is null by default differs as a whole where the command line sets one of its options
         given |= {key for key in by_file if not any(own.startswith(f"{key}.") for own in checked.given)}
     return interpret(tree, given, root, composed=composed, stripped_prefix=checked.stripped_prefix)
+
+
+MEGATRON_NAME = "ppo_megatron_trainer"
+"""The YAML file of verl's own that only chooses other engines; what it sets is not the user's."""
+
+
+def base_name(root: type[Config]) -> str:
+    """The YAML file of verl's own that a tree of this class begins with."""
+    return getattr(root, "config_name", "ppo_trainer")
 
 
 def interpret(
@@ -281,25 +299,25 @@ def interpret(
     messages = ["backend_config.* is read as the tree itself: leave the prefix out"] if stripped_prefix else []
 
     def defaults() -> dict:
-        return compose([], [CONFIG_DIR], "ppo_trainer", root)[1]
+        return compose([], [CONFIG_DIR], base_name(root), root)[1]
 
-    empty = drop_empty_requests(tree, given, root, defaults)
-    messages += translate(tree, given, problems, partial(_resolved, composed))
-    messages += translate_logger(tree) + translate_values(tree)
-    messages += translate_correction(tree, given, problems)
-    empty += drop_empty_requests(tree, given, root, defaults)  # which stood at another name
-    # after old names became new ones, and before values are resolved: others may follow these
-    messages += adopt_adapter(tree, given, composed)
-    turned = hold_conversations(tree, given, partial(_peek, tree, composed))
-    follow_environments(tree, given, partial(_peek, tree, composed))
-    follow_normalization(tree, given, partial(_peek, tree, composed))
-    open_servers(tree, given, composed)
-    features = empty + set_features_aside(tree, given, problems, lambda key: locate(root, key).kind != "unknown")
-    messages += spread_global_sizes(tree, composed, problems)
-    spread_clip_ratio(tree, given)
+    notes = drop_empty_requests(tree, given, root, defaults)
+    is_ppo = issubclass(root, PPOConfig)
+    if is_ppo:
+        messages += translate(tree, given, problems, partial(_resolved, composed))
+        messages += translate_logger(tree) + translate_values(tree)
+        messages += translate_correction(tree, given, problems)
+    elif hasattr(root, "rewrite"):
+        messages += root.rewrite(tree, given, problems, partial(_resolved, composed)) + translate_logger(tree)
+    notes += drop_empty_requests(tree, given, root, defaults)  # which stood at another name
+    if is_ppo:
+        notes = _follow_others(tree, given, composed) + notes
+        notes += set_features_aside(tree, given, problems, lambda key: locate(root, key).kind != "unknown")
+        messages += spread_global_sizes(tree, composed, problems)
+        spread_clip_ratio(tree, given)
     if messages:
         messages = ["old names were understood: " + "; ".join(dict.fromkeys(messages))]
-    messages += turned + features
+    messages += notes
     for key in differing(tree, before):
         with open_dict(composed):
             OmegaConf.update(composed, key, at_key(tree, key), force_add=True)
@@ -309,6 +327,10 @@ def interpret(
     def is_given(key: str) -> bool:
         return any(key == other or key.startswith(f"{other}.") or other.startswith(f"{key}.") for other in given)
 
+    if not is_ppo and hasattr(config, "find"):  # a program with checks of its own
+        problems = problems or list({found.text: found for found in config.find("error", is_given)}.values())
+        messages += [] if problems else [found.text for found in config.find("warning", is_given)]
+        return LoadedConfig(config, tree, messages, problems, frozenset(given))
     # validators of a tree that did not type would report the same mistake once more
     problems = _without_echoes(problems, tree)
     if isinstance(config, PPOConfig):
@@ -318,6 +340,18 @@ def interpret(
 
             messages += [warning.text for warning in find(config, "warning", is_given=is_given)]
     return LoadedConfig(config, tree, messages, problems, frozenset(given))
+
+
+def _follow_others(tree: dict, given: set[str], composed: Any) -> list[str]:
+    """Let options that the user did not set follow those that were, in place; returns sentences for the user."""
+    # after old names became new ones, and before values are resolved: others may follow these
+    messages = adopt_adapter(tree, given, composed)
+    turned = hold_conversations(tree, given, partial(_peek, tree, composed))
+    follow_environments(tree, given, partial(_peek, tree, composed))
+    follow_normalization(tree, given, partial(_peek, tree, composed))
+    open_servers(tree, given, composed)
+    follow_overrides(tree, given)
+    return [*messages, *turned]
 
 
 def run_from_command_line(
@@ -369,7 +403,7 @@ def _config_to_run(
     """The checked tree; None if the command line only asked for information, which is then on stdout."""
     flags, words = parse(arguments)
     if flags.get("help"):
-        print_help(words, root, module)
+        print_help(long_words(words, getattr(root, "short_names", {})), root, module)
         return None
     path, name = flags.get("config_path", config_path), flags.get("config_name", config_name)
     loaded = load(words, path, name, config_dir=flags.get("config_dir"), root=root)

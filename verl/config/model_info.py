@@ -14,7 +14,9 @@ from typing import Any, NamedTuple
 
 from verl.config.base import Problem, get_path
 from verl.config.checks.base import models, problem
-from verl.config.ppo import ACTOR, MODEL, REF, RM, ROLLOUT, PPOConfig
+from verl.config.checks.megatron import megatron_roles
+from verl.config.megatron import FAMILIES, REFUSED_FAMILIES, SPLITS
+from verl.config.ppo import ACTOR, MODEL, REF, RM, ROLLOUT, TEACHER, PPOConfig
 
 TOKENIZERS = (
     "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model",
@@ -178,12 +180,18 @@ def stored_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
 
 def tokenizer_size(folder: Path) -> int | None:
     """One more than the largest token id that a folder's tokenizer can give; None where it has no tokenizer.json."""
+    tokens = vocabulary(folder)
+    return 1 + max(tokens.values()) if tokens else None
+
+
+def vocabulary(folder: Path) -> dict[str, int]:
+    """Token -> id of a folder's tokenizer; empty where it has no tokenizer.json."""
     content = read_json(folder / "tokenizer.json")
-    vocabulary = (content.get("model") or {}).get("vocab")
-    if not vocabulary:
-        return None
-    largest = max(vocabulary.values()) if isinstance(vocabulary, dict) else len(vocabulary) - 1
-    return 1 + max([largest, *(token["id"] for token in content.get("added_tokens") or ())])
+    found = (content.get("model") or {}).get("vocab") or {}
+    if not isinstance(found, dict):  # of pieces with their scores
+        found = {str(piece[0]): number for number, piece in enumerate(found)}
+    added = content.get("added_tokens") or () if found else ()
+    return {**found, **{token["content"]: token["id"] for token in added}}
 
 
 # -- What a model's config.json says against the settings: heads, context, vocabulary, adapters. No model is opened --
@@ -198,7 +206,7 @@ def model_problems(config: PPOConfig) -> list[Problem]:
 
 
 def shape_of(config: PPOConfig, role: str) -> ModelShape | None:
-    """The model of a role: ``actor``, ``ref``, ``rollout``, ``critic`` or ``reward_model``."""
+    """The model of a role: ``actor``, ``ref``, ``rollout``, ``critic``, ``reward_model`` or one of `teachers`."""
     shared = config.actor_rollout_ref
     if role == "critic":
         return read_model(config.critic.model.path, config.critic.model.override_config)
@@ -206,13 +214,23 @@ def shape_of(config: PPOConfig, role: str) -> ModelShape | None:
         return read_model(config.reward_model.model.path)
     if role == "ref" and shared.ref.own_path:
         return read_model(shared.ref.own_path, shared.model.override_config)
+    if role.startswith("teacher_models."):
+        return read_model(get_path(config, path_key(config, role)))
     return read_model(shared.model.path, shared.model.override_config)
+
+
+def teachers(config: PPOConfig) -> list[str]:
+    """The teachers as roles, ``teacher_models.<name>``."""
+    options = config.distillation
+    return [f"teacher_models.{name}" for name in options.teachers()] if options.enabled else []
 
 
 def path_key(config: PPOConfig, role: str) -> str:
     """The option that names a role's model."""
     if role == "ref":
         return f"{REF}.model.path" if config.actor_rollout_ref.ref.own_path else f"{MODEL}.path"
+    if role.startswith("teacher_models."):
+        return f"distillation.{role}.model_path"
     return {"critic": "critic.model.path", "reward_model": f"{RM}.model.path"}.get(role, f"{MODEL}.path")
 
 
@@ -241,16 +259,67 @@ def _rollout_shares_heads(config: PPOConfig) -> Iterator[Problem]:
 
 
 def _sequences_share_heads(config: PPOConfig) -> Iterator[Problem]:
-    names = {ACTOR: "actor", REF: "ref", "critic": "critic", RM: "reward_model"}
-    for key, section in models(config).items():
-        model, size = shape_of(config, names[key]), section.ulysses_sequence_parallel_size
+    names = {ACTOR: ["actor"], REF: ["ref"], "critic": ["critic"], RM: ["reward_model"], TEACHER: teachers(config)}
+    roles = [(key, section, name) for key, section in models(config).items() for name in names[key]]
+    for key, section, name in roles:
+        model, size = shape_of(config, name), section.ulysses_sequence_parallel_size
         if model is not None and model.heads % size:
             text = (
                 f"does not divide the {model.heads} attention heads (num_attention_heads) of "
-                f"{path_key(config, names[key])}={get_path(config, path_key(config, names[key]))}. Choose one of "
+                f"{path_key(config, name)}={get_path(config, path_key(config, name))}. Choose one of "
                 f"{_divisors(model.heads)}."
             )
-            yield problem(config, f"{key}.ulysses_sequence_parallel_size", text, path_key(config, names[key]))
+            yield problem(config, f"{key}.ulysses_sequence_parallel_size", text, path_key(config, name))
+
+
+def _megatron_shares_the_model(config: PPOConfig) -> Iterator[Problem]:
+    names = {ACTOR: "actor", REF: "ref", "critic": "critic", RM: "reward_model"}
+    for role in megatron_roles(config):
+        model = shape_of(config, names[role.key])
+        if model is None:
+            continue
+        path = path_key(config, names[role.key])
+        whose = f"of {path}={get_path(config, path)}"
+        sizes = role.section.megatron
+        mesh = sizes.mesh(config.trainer.world_size)
+        if model.model_type not in FAMILIES:
+            reason = REFUSED_FAMILIES.get(model.model_type, "is not mapped to it")
+            text = (
+                f"with {role.key}.strategy=megatron: a model of type {model.model_type} {reason}. Admitted are "
+                f"{', '.join(FAMILIES)}. Use strategy=fsdp2 or deepspeed, which run any model of transformers."
+            )
+            yield problem(config, path, text, f"{role.key}.strategy")
+            continue
+        tp, pp, ep = (
+            f"{role.place}.{kind}_parallel_size" for kind in ("tensor_model", "pipeline_model", "expert_model")
+        )
+        if model.heads % mesh.tp:
+            text = f"does not divide the {model.heads} attention heads (num_attention_heads) {whose}. "
+            yield problem(config, tp, f"{text}Choose one of {_divisors(model.heads)}.", path)
+        elif model.kv_heads % mesh.tp:
+            text = f"does not divide the {model.kv_heads} key-value heads (num_key_value_heads) {whose}. "
+            yield problem(config, tp, f"{text}Choose one of {_divisors(model.kv_heads)}.", path)
+        if not set(SPLITS) & set(sizes.transformer_overrides) and model.layers % (mesh.pp * mesh.vpp):
+            pieces = f"x virtual_pipeline_model_parallel_size={mesh.vpp} " if mesh.vpp > 1 else ""
+            text = (
+                f"{pieces}does not divide the {model.layers} layers (num_hidden_layers) {whose}. Choose a divisor, or "
+                f"say how they are split in {role.place}.override_transformer_config ({', '.join(SPLITS[:2])})."
+            )
+            yield problem(config, pp, text, path)
+        if model.experts and model.experts % mesh.ep:
+            text = f"does not divide the {model.experts} experts {whose}. Choose one of {_divisors(model.experts)}."
+            yield problem(config, ep, text, path)
+        elif mesh.ep > 1 and not model.experts:
+            yield problem(config, ep, f"spreads experts, and the model {whose} has none. Set it to 1.", path)
+        elif model.experts and mesh.tp > 1 and not sizes.sequence_parallel:
+            text = f"with tp {mesh.tp} and the experts {whose}: their tokens are exchanged in slices. Set it to true."
+            yield problem(config, f"{role.place}.sequence_parallel", text, path)
+        elif model.experts and mesh.tp > 1 and mesh.ep == 1 and mesh.etp == 1:
+            text = (
+                f"with tp {mesh.tp}, ep 1 and the experts {whose}: each rank would hold all experts whole. Set it to "
+                "null, or expert_model_parallel_size to 2 or more."
+            )
+            yield problem(config, f"{role.place}.expert_tensor_parallel_size", text, path)
 
 
 def _context_holds_prompt_and_response(config: PPOConfig) -> Iterator[Problem]:
@@ -303,6 +372,31 @@ def _roles_read_the_same_tokens(config: PPOConfig) -> Iterator[Problem]:
                 f"{MODEL}.path={config.actor_rollout_ref.model.path}."
             )
             yield problem(config, key, text, f"{MODEL}.path")
+
+
+def _teachers_share_the_vocabulary(config: PPOConfig) -> Iterator[Problem]:
+    """Refuse a teacher for which a token id is another token: its distributions would be of other texts."""
+    own_path = config.data.tokenizer or config.actor_rollout_ref.model.path
+    key = "data.tokenizer" if config.data.tokenizer else f"{MODEL}.path"
+    folder = find_folder(own_path) if teachers(config) else None
+    own = vocabulary(folder) if folder else {}
+    for role in teachers(config) if own else ():
+        path = get_path(config, path_key(config, role))
+        their_folder, shape = find_folder(path), shape_of(config, role)
+        theirs = vocabulary(their_folder) if their_folder else {}
+        token = next((token for token, number in own.items() if theirs and theirs.get(token) != number), None)
+        what = None
+        if token is not None:
+            what = f"the token {token!r} is number {own[token]} of {key}={own_path} and {theirs.get(token)} of its own"
+        elif shape is not None and shape.vocab <= max(own.values()):
+            what = f"it has {shape.vocab} tokens (vocab_size), and {key}={own_path} gives ids up to {max(own.values())}"
+        if what:
+            text = (
+                f"has another vocabulary than the policy: {what}. Distributions over tokens cannot be compared. Name a "
+                "teacher with the policy's tokenizer, of the same family for example, or train on its responses with "
+                "verl sft."
+            )
+            yield problem(config, path_key(config, role), text, key)
 
 
 def _reward_model_scores(config: PPOConfig) -> Iterator[Problem]:
@@ -383,9 +477,11 @@ def _roles(config: PPOConfig) -> list[str]:
 _CHECKS: tuple[Callable[[Any], Iterator[Problem]], ...] = (
     _rollout_shares_heads,
     _sequences_share_heads,
+    _megatron_shares_the_model,
     _context_holds_prompt_and_response,
     _tokenizer_fits_the_embedding,
     _roles_read_the_same_tokens,
+    _teachers_share_the_vocabulary,
     _reward_model_scores,
     _adapted_layers_are_there,
     _overrides_are_entries,

@@ -1,17 +1,20 @@
 """The root of the configuration of ``verl.trainer.main_ppo``. Checks that span sections are in ``checks/``."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal, NamedTuple
 
 from verl.config.actor import ActorConfig, RefConfig
 from verl.config.algorithm import AlgorithmConfig
 from verl.config.base import Config, option, read_if, section
 from verl.config.critic import CriticConfig
 from verl.config.data import DataConfig
+from verl.config.distillation import DistillationConfig
 from verl.config.env import EnvConfig
+from verl.config.profiler import GlobalProfilerConfig, ProfilePlan, ProfilerConfig, profile_plan
 from verl.config.reward import RewardFunctionConfig, RewardModelConfig
 from verl.config.rollout import RolloutConfig
-from verl.config.trainer import ProfilerConfig, RayInitConfig, TrainerConfig
+from verl.config.trainer import CheckpointConfig, RayInitConfig, TrainerConfig
 
 # -- The policy's model: where it is, and how its modules run --------------------------------------------------------
 
@@ -100,7 +103,7 @@ class ModelConfig(Config):
 # keys of sections that messages name again and again
 ACTOR, REF, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.ref", "actor_rollout_ref.rollout"
 
-MODEL, RM = "actor_rollout_ref.model", "reward_model"
+MODEL, RM, TEACHER = "actor_rollout_ref.model", "reward_model", "distillation.teacher"
 
 SHAPING, CORRECTION = "algorithm.reward_shaping", "algorithm.rollout_correction"
 
@@ -129,12 +132,26 @@ class ActorRolloutRefConfig(Config):
     """Model of actor, rollout and reference."""
 
     profiler: ProfilerConfig = section(ProfilerConfig)
-    """Profiling of these roles."""
+    """Profiling of these roles; ``ref.profiler`` and ``rollout.profiler`` may differ."""
+
+
+class SavedRole(NamedTuple):
+    """How the model of a role is saved."""
+
+    checkpoint: CheckpointConfig
+    has_adapter: bool
+    keep: int | None
+    """Newest checkpoints that are kept; None: all."""
 
 
 @dataclass
 class PPOConfig(Config):
     """Everything about one run of PPO and its relatives."""
+
+    config_name: ClassVar[str] = "ppo_trainer"
+    """YAML file with the values from which a user's differ."""
+    short_names: ClassVar[Mapping[str, str]] = {}
+    """Other key of an option or section -> its own."""
 
     actor_rollout_ref: ActorRolloutRefConfig = section(ActorRolloutRefConfig)
     """The policy: training, sampling, reference."""
@@ -163,6 +180,22 @@ class PPOConfig(Config):
     env: EnvConfig = section(EnvConfig)
     """Environments, and the episodes of agent loops."""
 
+    distillation: DistillationConfig = section(DistillationConfig)
+    """Teachers, and learning from them on the policy's own responses."""
+
+    global_profiler: GlobalProfilerConfig = section(GlobalProfilerConfig)
+    """Form of the traces of profiled steps."""
+
+    @property
+    def profile_plan(self) -> ProfilePlan:
+        """The traces that the run makes."""
+        policy, trainer = self.actor_rollout_ref, self.trainer
+        roles = {"actor": policy.profiler, "rollout": policy.rollout.profiler, "ref": policy.ref.profiler}
+        roles |= {"critic": self.critic.profiler, "reward_model": self.reward_model.profiler}
+        follows = {"rollout": "actor", "ref": "actor"}
+        continuous = trainer.profile_continuous_steps
+        return profile_plan(trainer.profile_steps, continuous, self.global_profiler, roles, follows)
+
     @property
     def uses_critic(self) -> bool:
         """Is there a value model?"""
@@ -174,6 +207,29 @@ class PPOConfig(Config):
     def uses_reference(self) -> bool:
         """Is there a reference policy?"""
         return self.algorithm.use_kl_in_reward or self.actor_rollout_ref.actor.use_kl_loss
+
+    @property
+    def saved_roles(self) -> dict[str, SavedRole]:
+        """Folder of a checkpoint -> how its role is saved."""
+        policy, critic, trainer = self.actor_rollout_ref, self.critic, self.trainer
+        return {
+            "actor": SavedRole(policy.actor.checkpoint, policy.model.lora_rank > 0, trainer.max_actor_ckpt_to_keep),
+            "critic": SavedRole(critic.checkpoint, critic.model.lora_rank > 0, trainer.max_critic_ckpt_to_keep),
+        }
+
+    @property
+    def learns_from(self) -> dict[str, str | None]:
+        """Key -> file or model folder, besides the data, that decides what is learned."""
+        model, critic = self.actor_rollout_ref.model.path, self.critic.model.path
+        return {
+            "actor_rollout_ref.model.path": model,
+            "critic.model.path": critic if self.uses_critic and critic != model else None,
+            "custom_reward_function.path": self.custom_reward_function.path,
+            **{
+                f"distillation.teacher_models.{name}.model_path": teacher.model_path
+                for name, teacher in (self.distillation.teachers().items() if self.distillation.enabled else ())
+            },
+        }
 
     @property
     def asks_reward_function(self) -> bool:
@@ -227,4 +283,6 @@ class PPOConfig(Config):
     def dp_size(self, role: Any) -> int:
         """Data-parallel ranks of a role's section (``actor``, ``ref``, ``critic`` or ``reward_model``)."""
         # at least 1: a size that does not divide the workers has an error of its own
+        if role.strategy == "megatron":
+            return max(1, role.megatron.mesh(self.trainer.world_size).dp)
         return max(1, self.trainer.world_size // role.ulysses_sequence_parallel_size)

@@ -6,7 +6,8 @@ from typing import Any, ClassVar, Literal
 from verl.batch import MicroBatching
 from verl.config.base import Config, ReadIf, option, read_if, section
 from verl.config.engine import DeepSpeedConfig, FSDPConfig, Strategy
-from verl.config.trainer import ProfilerConfig
+from verl.config.megatron import MegatronConfig
+from verl.config.profiler import ProfilerConfig
 
 
 @dataclass
@@ -185,6 +186,9 @@ class RewardModelConfig(Config):
     deepspeed: DeepSpeedConfig = section(DeepSpeedConfig)
     """ZeRO, with ``strategy=deepspeed``."""
 
+    megatron: MegatronConfig = section(MegatronConfig)
+    """Parallelism, formats and offload, with ``strategy=megatron``; the mesh follows the actor's."""
+
     model: RewardModelModelConfig = section(RewardModelModelConfig)
     """The reward model."""
 
@@ -248,6 +252,11 @@ class RewardModelConfig(Config):
     max_errors: int | None = option(None, at_least=0)
     """Failed samples of the run that are borne; one more stops it. Null: none with ``on_error=stop``, any number
     otherwise. With ``on_error=stop`` those that are borne are dropped."""
+
+    @property
+    def sharding(self) -> FSDPConfig | MegatronConfig:
+        """Sharding, offload and number formats of the engine that ``strategy`` names."""
+        return self.megatron if self.strategy == "megatron" else self.model.fsdp_config
 
     @property
     def forward_split(self) -> MicroBatching:

@@ -4,6 +4,9 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 from verl.config.base import Config, option, read_if, section
+from verl.config.profiler import ProfilerConfig
+
+__all__ = ["ProfilerConfig"]  # scripts look for it here
 
 CheckpointContent = Literal["model", "optimizer", "extra", "hf_model"]
 
@@ -28,24 +31,8 @@ class CheckpointConfig(Config):
 
 
 @dataclass
-class ProfilerConfig(Config):
-    """Ranks that are profiled, in the steps ``trainer.profile_steps``."""
-
-    _target_: ClassVar[str] = "verl.utils.profiler.ProfilerConfig"
-
-    discrete: bool = False
-    """One trace per task instead of one per process."""
-
-    all_ranks: bool = False
-    """Profile every rank."""
-
-    ranks: list[int] | None = option([])
-    """Ranks to profile. Null or empty: none."""
-
-
-@dataclass
 class NPUProfileConfig(Config):
-    """Ascend profiler."""
+    """Ascend profiler, which is not built: nothing reads this."""
 
     options: dict[str, Any] = option(
         {
@@ -59,7 +46,8 @@ class NPUProfileConfig(Config):
             "with_module": False,
             "with_stack": False,
             "analysis": True,
-        }
+        },
+        never_read="the Ascend profiler is not built",
     )
     """Free-form, handed to the profiler: save_path (folder), roles (names or ["all"]), level (level0..2, level_none),
     with_memory, record_shapes, with_npu, with_cpu, with_module, with_stack (what to record), analysis (parse the
@@ -158,16 +146,16 @@ class TrainerConfig(Config):
     """Training steps after which the run ends. Null: from ``total_epochs``."""
 
     profile_steps: list[int] | None = None
-    """Training steps to profile."""
+    """Training steps to profile, from 1 on; ``global_profiler`` says how. See docs/observe.md."""
 
-    profile_continuous_steps: bool = False
+    profile_continuous_steps: bool = option(False, read_if("profile_steps", remark="profiles no step"))
     """Write adjacent profiled steps into one trace."""
 
     controller_nsight_options: dict[str, Any] = option(
-        {"trace": "cuda,nvtx,cublas,ucx", "cuda-memory-usage": "true", "cuda-graph-trace": "graph"}
+        {"trace": "cuda,nvtx,cublas,ucx", "cuda-memory-usage": "true", "cuda-graph-trace": "graph"},
+        never_read="the driver is the process that you start, which only you can start under nsys",
     )
-    """Free-form: options of Nsight Systems for the driver: trace (APIs), cuda-memory-usage ("true"/"false" as text),
-    cuda-graph-trace (graph or node)."""
+    """Has no effect: the driver is the process that you start, under ``nsys profile`` if its trace is wanted too."""
 
     worker_nsight_options: dict[str, Any] = option(
         {
@@ -177,10 +165,13 @@ class TrainerConfig(Config):
             "capture-range": "cudaProfilerApi",
             "capture-range-end": None,
             "kill": "none",
-        }
+        },
+        read_if("trainer.profile_steps", remark="profiles no step"),
+        read_if("global_profiler.tool", "nsys", remark="is another tool"),
     )
-    """Free-form: the same for workers, and capture-range (when to record; leave it), capture-range-end (what happens
-    at its end; null: chosen by ``profile_steps``), kill (signal sent at the end)."""
+    """Free-form, with ``global_profiler.tool=nsys``: options of ``nsys profile`` for Ray workers: trace (APIs),
+    cuda-memory-usage ("true"/"false" as text), cuda-graph-trace (graph or node), capture-range (when to record; leave
+    it), capture-range-end (what happens at its end; null: one file for each trace), kill (signal sent at the end)."""
 
     project_name: str = "verl_examples"
     """Name of the project in loggers and in the checkpoint folder."""
@@ -189,13 +180,18 @@ class TrainerConfig(Config):
     """Name of the run in loggers and in the checkpoint folder."""
 
     logger: str | list[str] = option(["console", "wandb"])
-    """Loggers of metrics: any of console, tensorboard, wandb, file (JSON lines)."""
+    """Loggers of metrics: any of console, file (JSON lines), tensorboard, wandb, mlflow, swanlab, clearml, trackio,
+    aim, and those a module of yours registers. See docs/observe.md."""
 
     log_val_generations: int = option(0, at_least=0)
     """Validation samples to send to the loggers, each time."""
 
     rollout_data_dir: str | None = None
     """Folder for training samples, one JSONL file per step. Null: none are kept."""
+
+    rollout_data_tokens: int = option(16_384, read_if("rollout_data_dir"), at_least=0)
+    """Response tokens a step that are written to ``rollout_data_dir`` one by one, for `verl view`: text, log-probs of
+    trainer and rollout, advantage, mask. Whole groups, the first of the batch, until so many are reached. 0: none."""
 
     validation_data_dir: str | None = None
     """Folder for validation samples, one JSONL file per validation. Null: none are kept."""
@@ -298,6 +294,14 @@ class TrainerConfig(Config):
     tracker_kwargs: dict[str, Any] = option({})
     """Free-form: ``tracker_kwargs.<logger>.<argument>`` is handed to that logger's start call. ``console.format=line``:
     all metrics of a step on one line."""
+
+    tracker_timeout: float = option(60.0, above=0)
+    """Seconds that the loggers, other than console and file, get at the end of the run to send what waits; 15 at most
+    after an error."""
+
+    show_samples: int | None = option(None, at_least=0)
+    """Training steps between tables of the best and the worst samples in the terminal, the first after step 1. 0: none.
+    Null: 10 on a terminal, and none where the output is a file or a pipe."""
 
     progress_bar: bool = True
     """Show a progress bar."""

@@ -114,9 +114,14 @@ def unused_in_source(config: Config, given: Iterable[str] | None = None, warning
         given: dotted keys the user set. None: all that differ from the defaults.
         warnings: sentences the user gets anyway.
     """
+    from verl.config.command_line import all_keys
+    from verl.config.ppo import PPOConfig
+
     given = [key for key, _ in leaves(config)] if given is None else given
     options = set_by_user(config, given, warnings)
     missed = [key for key in options if not readers(key)]
+    if missed and type(config) is not PPOConfig:  # a recipe reads options of its own in its own files
+        missed = [key for key in missed if key in all_keys(PPOConfig)]
     read = [key for key, _ in leaves(config) if readers(key)] if missed else []
     return [_problem(config, key, read, "is read by nothing") for key in missed]
 

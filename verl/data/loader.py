@@ -346,8 +346,8 @@ def build_train_loader(
     batch_size = config[key]
     if len(dataset) < batch_size:
         raise ValueError(
-            f"data.{key}={batch_size} is larger than the {len(dataset)} prompts of data.train_files: no batch could be "
-            "filled. Lower it or add prompts."
+            f"data.{key}={batch_size} is larger than the {len(dataset)} rows of data.train_files: no batch could be "
+            "filled. Lower it or add rows."
         )
     sampler = build_sampler(config, dataset, seed) if sampler is None else sampler
     return PromptLoader(config, dataset, sampler, batch_size, True, collate_fn, _seed(config, seed))

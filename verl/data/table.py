@@ -232,6 +232,23 @@ class RowTable:
         """Return the number of each row among all rows of the files as they were opened."""
         return self._index
 
+    def to_arrow(self) -> pa.Table:
+        """Return the rows as one table; a column that a file lacks is null there.
+
+        Raises:
+            DataError: files have columns of one name and of types that cannot be joined.
+        """
+        if not self.tables:
+            return pa.table({})
+        try:
+            joined = pa.concat_tables(self.tables, promote_options="permissive")
+        except pa.ArrowInvalid as error:
+            raise DataError(
+                f"{', '.join(self.names)}: columns of one name differ in type, and cannot stand in one file: {error}. "
+                "Name the files one by one."
+            ) from error
+        return joined.take(pa.array(self._index))
+
     def _decoded(self, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
         for name in self._json:
             for row in rows:

@@ -13,12 +13,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from itertools import chain
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from verl.data.table import DataError, RowTable
 from verl.data.vision import EncodedPrompt, ImagePrompts, with_image_parts
+from verl.telemetry.progress import watched
 from verl.utils.fs import written_once
 from verl.utils.py_functional import unchanged_environment
 
@@ -137,6 +138,38 @@ _BLOCK = 1000
 """Prompts tokenized at once while a whole file is tokenized."""
 
 
+def blocks(count: int) -> Sequence[range]:
+    """Ranges of at most a thousand numbers below ``count``."""
+    return [range(first, min(first + _BLOCK, count)) for first in range(0, count, _BLOCK)]
+
+
+_forked: Callable[[range], Any] | None = None
+"""In a forked process: the function it was forked for."""
+
+
+def for_blocks(function: Callable[[range], Any], count: int, workers: int) -> Iterator[Any]:
+    """Yield ``function`` of each of the ``blocks`` of ``count`` rows, in order, computed in several processes."""
+    parts = blocks(count)
+    workers = min(workers, len(parts))
+    if workers <= 1:
+        yield from map(function, parts)
+        return
+    # fork shares the rows with the children: nothing is copied or pickled
+    fork = multiprocessing.get_context("fork")
+    with ProcessPoolExecutor(workers, fork, _adopt, (function,)) as pool:
+        yield from pool.map(_run_block, parts)
+
+
+def _adopt(function: Callable[[range], Any]) -> None:
+    global _forked
+    _forked = function
+
+
+def _run_block(block: range) -> Any:
+    assert _forked is not None
+    return _forked(block)
+
+
 class AllPrompts:
     """All prompts of a dataset: tokenized, measured, or checked.
 
@@ -148,9 +181,6 @@ class AllPrompts:
         encode: texts -> token ids.
         workers: processes.
     """
-
-    _forked: ClassVar[AllPrompts]
-    """In a forked process: what it was forked with."""
 
     def __init__(
         self,
@@ -199,26 +229,12 @@ class AllPrompts:
 
     def _for_all(self, method: str) -> Iterator[Any]:
         """Yield the result of a method for each block of rows, in order, computed in several processes."""
-        blocks = self._blocks()
-        workers = min(self.workers, len(blocks))
-        if workers <= 1:
-            yield from map(getattr(self, method), blocks)
-            return
-        # fork shares the rows with the children: nothing is copied or pickled
-        fork = multiprocessing.get_context("fork")
-        with ProcessPoolExecutor(workers, fork, AllPrompts._adopt, (self,)) as pool:
-            yield from pool.map(AllPrompts._run, [method] * len(blocks), blocks)
-
-    @staticmethod
-    def _adopt(prompts: AllPrompts) -> None:
-        AllPrompts._forked = prompts
-
-    @staticmethod
-    def _run(method: str, block: range) -> Any:
-        return getattr(AllPrompts._forked, method)(block)
+        results = for_blocks(getattr(self, method), len(self.rows), self.workers)
+        pairs = zip(self._blocks(), results, strict=True)
+        return (result for _, result in watched(pairs, "prompts read", len(self.rows), lambda pair: len(pair[0])))
 
     def _blocks(self) -> Sequence[range]:
-        return [range(a, min(a + _BLOCK, len(self.rows))) for a in range(0, len(self.rows), _BLOCK)]
+        return blocks(len(self.rows))
 
     def _tokenize_block(self, block: range) -> TokenIds:
         with no_tokenizer_threads():

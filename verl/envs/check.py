@@ -1,4 +1,4 @@
-"""``verl env``: play an environment before any training does, and list the environments there are.
+"""``verl env check`` and ``list``: play an environment before any training does, and list the environments there are.
 
 Exit codes: 0: no fault; 1: no fault, and ``--strict`` has warnings; 2: faults, or it cannot be made.
 """

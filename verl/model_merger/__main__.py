@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from verl.checkpoint.manifest import TRACKER
 from verl.utils.process import plain_ending
 
 if TYPE_CHECKING:
@@ -94,14 +95,51 @@ def find_checkpoint(run: str, role: str = "actor", step: int | None = None) -> t
         raise ValueError(f"--step={step}: {run} has no global_step_{step}/{role}. Steps with one: {there}")
     if not steps:
         way_out = "Set trainer.save_freq, or name another folder" if role == "actor" else "Use --role actor"
+        if exported := exported_model(run):
+            way_out = f"Its model lies in {exported} already"
         raise ValueError(f"{run} has no checkpoint of the {role}: no global_step_N/{role} is in it. {way_out}")
-    tracker = root / "latest_checkpointed_iteration.txt"
+    tracker = root / TRACKER
     newest = tracker.read_text().strip() if tracker.exists() else ""
     complete = int(newest) if newest.isdigit() and folder == root else max(steps)  # a newer one is still being written
     # no step up to the tracker's may be left, where folders were deleted: then the newest there is
     chosen = step if step is not None else max((number for number in steps if number <= complete), default=max(steps))
     name = f"merged_step_{chosen}" if role == "actor" else f"merged_{role}_step_{chosen}"
     return str(steps[chosen] / role), str(root / name)
+
+
+def is_checkpoint(path: str) -> bool:
+    """Whether a folder is that of a run, of a step or of a role's checkpoint, and not a model's."""
+    folder = Path(path).expanduser()
+    # config.json of a step has the options of its run
+    if not folder.is_dir() or (folder / "config.json").exists() and not folder.name.startswith("global_step_"):
+        return False
+    names = [folder.name, folder.parent.name, *(found.name for found in folder.glob("global_step_*"))]
+    return any(name.startswith("global_step_") for name in names)
+
+
+def exported_model(path: str) -> str | None:
+    """The folder of the model that a run on examples has written at its end; None where there is none."""
+    folder = Path(path).expanduser()
+    exported = folder / "huggingface"
+    is_run = not (folder / "config.json").exists() and not folder.parent.name.startswith("global_step_")
+    return str(exported) if is_run and (exported / "config.json").exists() else None
+
+
+def merged_folder(path: str) -> str:
+    """Return the Hugging Face folder of the newest checkpoint below ``path``; what ``verl merge`` left, or made now.
+
+    Raises:
+        ValueError: nothing is there to merge.
+    """
+    local_dir, target = find_checkpoint(path)
+    files = [file.stat().st_mtime for file in Path(local_dir).iterdir() if file.is_file()]
+    made = Path(target, "config.json")
+    if not made.exists() or made.stat().st_mtime < max(files, default=0):
+        from verl.model_merger.merge import Source, merge
+
+        print(f"merging {local_dir} to {target}", flush=True)
+        merge(Source.find(local_dir), target)
+    return target
 
 
 def _step_of(folder: Path) -> int:

@@ -22,6 +22,7 @@ from verl.checkpoint.rank_files import files_of_all_ranks, open_file
 from verl.checkpoint.shards import Joined, check_names, fill
 from verl.models.loader import LoRASpec, ModelSpec, empty_model, load_config, load_model
 from verl.models.weight_names import checkpoint_tensors, plain_name, tied_duplicates
+from verl.telemetry.progress import watched
 
 
 @dataclass(frozen=True)
@@ -189,7 +190,7 @@ def merge(source: Source, target_dir: str | os.PathLike, dtype: torch.dtype | No
     written: dict[str, TensorInfo] = {}
 
     def recorded() -> Iterator[tuple[str, Tensor]]:
-        for name, tensor in merged_weights(source, dtype):
+        for name, tensor in watched(merged_weights(source, dtype), "weights merged"):
             assert name not in written, f"{name} comes twice"
             written[name] = tensor_info(tensor)
             yield name, tensor

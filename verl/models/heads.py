@@ -118,14 +118,32 @@ def value_class(path: str, config: Any) -> Any:
     return _body_with_a_head(path, config)
 
 
-def reward_class(path: str, config: Any) -> Any:
+def is_classifier(config: Any) -> bool:
+    """Whether a checkpoint is a sequence or token classifier."""
+    architecture = _architecture(config)
+    return "ForSequenceClassification" in architecture or "ForTokenClassification" in architecture
+
+
+def reward_class(path: str, config: Any, new_head: bool = False) -> Any:
     """Return the class of a reward model by its checkpoint's architecture: a sequence or token classifier of one label.
 
+    With ``new_head`` a language model becomes a sequence classifier.
+
     Raises:
-        ValueError: for a checkpoint that is neither.
+        ValueError: for a checkpoint that is neither, or of a family that has no sequence classifier.
     """
     architecture = _architecture(config)
-    if "ForSequenceClassification" not in architecture and "ForTokenClassification" not in architecture:
+    if new_head and not is_classifier(config):
+        from transformers import AutoModelForSequenceClassification
+
+        if type(config) not in AutoModelForSequenceClassification._model_mapping:
+            raise ValueError(
+                f"model.path={path!r} is of type {config.model_type!r}, of which transformers has no sequence "
+                "classifier, so no other program could read the reward model. Use a family that has one, such as "
+                "llama, qwen2, qwen3, mistral or gemma."
+            )
+        return AutoModelForSequenceClassification
+    if not is_classifier(config):
         raise ValueError(
             f"model.path={path!r} holds {architecture}, not a reward model: its scores would be random numbers. Name a "
             "model trained to score texts, a sequence or token classifier with one label (num_labels=1)."

@@ -16,12 +16,12 @@ import torch
 from torch import nn
 from torch.nn.modules.dropout import _DropoutNd
 
-from verl.models.heads import is_head, reward_class, value_class
+from verl.models.heads import is_classifier, is_head, reward_class, value_class
 from verl.models.multimodal import is_vision_language, vision_tower
 from verl.models.weight_names import remember_conversions
 from verl.utils.fs import copy_to_local
 from verl.utils.model import unknown_entries, update_model_config, without_progress_bars
-from verl.utils.torch_functional import PrecisionType
+from verl.utils.torch_functional import PrecisionType, nonfinite_numbers
 
 # -- Rotary frequencies that do not depend on the other rows of a forward pass ---------------------------------------
 
@@ -122,6 +122,8 @@ class ModelSpec:
     """Precision in which weights are stored and updated. Keep fp32 for training: a step of 1e-5 is lost in bf16."""
     compute_dtype: str | None = "bf16"
     """Precision of matrix products; None means ``param_dtype``."""
+    new_head: bool = False
+    """``reward``: the head may be missing, and is then random: it is to be trained."""
     override_config: Mapping[str, Any] = field(default_factory=dict)
     """Entries of the Hugging Face config to change; ``attn_implementation`` chooses the attention code. Every dropout
     rate that is not named here is 0."""
@@ -204,7 +206,7 @@ def load_config(spec: ModelSpec) -> Any:
     update_model_config(config, overrides)
     _zero_dropout_rates(config, spec.override_config)
     if spec.head != "lm":
-        if spec.head == "value":
+        if spec.head == "value" or spec.new_head and not is_classifier(config):
             config.num_labels = 1
         if "classifier_dropout" not in overrides:
             config.classifier_dropout = 0.0
@@ -251,7 +253,7 @@ def load_model(spec: ModelSpec, seed: int = 0, dtype: torch.dtype | None = None)
             ``spec.load=False``.
 
     Raises:
-        ValueError: if weights are missing from the checkpoint, which would silently stay random.
+        ValueError: if weights are missing from the checkpoint, which would silently stay random, or not finite.
     """
     # new weights come from ``seed`` alone, and the caller's generator stays where it was
     config, dtype = load_config(spec), dtype or spec.param_torch_dtype
@@ -268,6 +270,7 @@ def load_model(spec: ModelSpec, seed: int = 0, dtype: torch.dtype | None = None)
                 ignore_mismatched_sizes=True,  # reported below
             )
             _check_complete(spec, report)
+            _check_finite(spec, model)
         else:
             model = _from_config(spec, config, dtype)
     return _prepare(spec, model, seed, dtype)
@@ -290,7 +293,9 @@ def _auto_class(spec: ModelSpec, config: Any) -> Any:
 
     if spec.head == "lm":
         return language_model_class(config) or AutoModelForCausalLM
-    return (reward_class if spec.head == "reward" else value_class)(spec.path, config)
+    if spec.head == "reward":
+        return reward_class(spec.path, config, spec.new_head)
+    return value_class(spec.path, config)
 
 
 def language_model_class(config: Any) -> Any:
@@ -322,7 +327,11 @@ def _attention(spec: ModelSpec, config: Any) -> str | None:
 
 def _check_complete(spec: ModelSpec, report: Mapping[str, Any]) -> None:
     missing = sorted(report.get("missing_keys") or ())
-    if spec.head == "reward" and any(is_head(name) and name.endswith("weight") for name in missing):
+    if (
+        spec.head == "reward"
+        and not spec.new_head
+        and any(is_head(name) and name.endswith("weight") for name in missing)
+    ):
         raise ValueError(
             f"model.path={spec.path!r} holds no weights of its head, {[name for name in missing if is_head(name)]}: a "
             "random head would make random rewards. Name a checkpoint of a trained reward model."
@@ -335,6 +344,15 @@ def _check_complete(spec: ModelSpec, report: Mapping[str, Any]) -> None:
             f"model.path={spec.path!r} lacks {len(missing)} weights and has {len(wrong)} of another shape, first "
             f"{(missing + wrong)[:3]}: they would stay random. Use a complete checkpoint of this architecture."
         )
+
+
+def _check_finite(spec: ModelSpec, model: nn.Module) -> None:
+    for name, parameter in model.named_parameters():
+        if found := nonfinite_numbers(parameter):
+            raise ValueError(
+                f"model.path={spec.path!r}: {name} has {found}, so every output of this model would be NaN. Its files "
+                "are of a training that diverged, or were converted wrongly: use another checkpoint."
+            )
 
 
 def _prepare(spec: ModelSpec, model: Any, seed: int = 0, dtype: torch.dtype | None = None) -> nn.Module:

@@ -1,4 +1,4 @@
-"""Log-probability, entropy, KL to a reference, and value of each token, computed from hidden states.
+"""Log-probability, entropy, divergence from a reference, and value of each token, computed from hidden states.
 
 The (T, V) logits are never in memory as a whole: they are computed and freed in chunks, forward and backward. Knows
 modules and tensors, not batches or losses.
@@ -16,59 +16,25 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from verl.models.distributions import (
+    TopTokens,
+    chunked_divergence,
+    chunked_log_probs_of,
+    chunked_sum_pi_squared,
+    chunked_top_log_probs,
+)
 from verl.models.heads import OutputHead, score_layer
+from verl.models.logits import NO_LOGIT, LogitTransform, chunk_sizes, raw_logits, scaled
 from verl.models.multimodal import is_vision_language
 
 logger = logging.getLogger(__name__)
-
-_CHUNK_BYTES = {"cpu": 64 << 20, "cuda": 512 << 20}
-"""Size of the logits of one matrix product; large enough to run it at full speed."""
-
-_BLOCK_BYTES = 3 << 20
-"""Size of the fp32 logits of one element-wise pass on CPU: they stay in its cache."""
-
-
-class LogitTransform(NamedTuple):
-    """Scale, softcap, temperature and excluded tokens between the last linear layer and the softmax.
-
-    A raw output x becomes the logit ``scale * x``, or ``softcap * tanh(scale * x / softcap)`` where there is a cap
-    (Gemma 2, arXiv:2408.00118), and is divided by ``temperature``. ``excluded_tokens`` get no probability.
-    """
-
-    temperature: float = 1.0
-    scale: float = 1.0
-    softcap: float = 0.0
-    excluded_tokens: tuple[int, ...] = ()
-
-
-_NO_LOGIT = -1e30
-"""Its exp is 0; finite, so that it times a probability of 0 is 0."""
-
-
-# -- one block of logits ------------------------------------------------------------------------------------------
-
-
-def _scaled(raw: Tensor, transform: LogitTransform) -> tuple[Tensor, Tensor | float]:
-    """fp32 logits over temperature, and their derivative by ``raw``."""
-    # scaled in place below: fp32 input is copied, since the caller may keep it for the backward pass
-    x = raw.to(torch.float32, copy=True)
-    derivative: Tensor | float = transform.scale / transform.temperature
-    if transform.softcap:
-        x = torch.tanh(x.mul_(transform.scale / transform.softcap))
-        derivative = (1 - x * x).mul_(derivative)
-        x = x * (transform.softcap / transform.temperature)
-    elif derivative != 1.0:
-        x = x.mul_(derivative)
-    for token in transform.excluded_tokens:
-        x[:, token] = _NO_LOGIT
-    return x, derivative
 
 
 def _score_block(
     raw: Tensor, targets: Tensor, transform: LogitTransform, want_entropy: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Log-probability of ``targets``, log of the normaliser, and entropy (or zeros) of each row of raw logits."""
-    x, _ = _scaled(raw, transform)
+    x, _ = scaled(raw, transform)
     top = x.amax(-1, keepdim=True)
     x = x.sub_(top)
     target_logits = x.gather(1, targets[:, None]).squeeze(1)
@@ -97,7 +63,7 @@ def _grad_block(
     transform: LogitTransform,
 ) -> Tensor:
     """Gradient by raw logits: dlogp_y/dx_j = [j = y] - p_j and dH/dx_j = -p_j (log p_j + H)."""
-    x, derivative = _scaled(raw, transform)
+    x, derivative = scaled(raw, transform)
     x = x.sub_(normaliser[:, None])
     if grad_entropy is None:
         x = x.exp_().mul_(-grad[:, None])
@@ -140,7 +106,7 @@ def _triton_score(
     """``_score_block`` by liger's kernel, which computes log-probabilities only."""
     from verl.models.liger import target_log_probs
 
-    log_probs = target_log_probs(_scaled(raw, transform)[0], targets)
+    log_probs = target_log_probs(scaled(raw, transform)[0], targets)
     nothing = torch.zeros_like(log_probs)
     return log_probs, nothing, nothing
 
@@ -157,26 +123,11 @@ def _triton_grad(
     """``_grad_block`` by liger's kernel."""
     from verl.models.liger import target_log_probs_gradient
 
-    x, derivative = _scaled(raw, transform)
+    x, derivative = scaled(raw, transform)
     return target_log_probs_gradient(x, targets, grad).mul_(derivative)
 
 
 # -- the chunked head ---------------------------------------------------------------------------------------------
-
-
-def _raw_logits(hidden: Tensor, weight: Tensor) -> Tensor:
-    """hidden (t, H) times weight (V, H) transposed; in the fp32 of its sums where the device supports that."""
-    if hidden.is_cuda and hidden.dtype in (torch.bfloat16, torch.float16) and torch.version.hip is None:
-        return torch.mm(hidden, weight.t(), out_dtype=torch.float32)
-    return hidden @ weight.t()
-
-
-def _chunk_sizes(hidden: Tensor, vocab: int, models: int = 1) -> tuple[int, int]:
-    """Rows of one matrix product, where so many ``models`` have theirs at a time, and of one element-wise pass."""
-    size = 4 if hidden.is_cuda else hidden.element_size()
-    rows = _CHUNK_BYTES["cuda" if hidden.is_cuda else "cpu"] // (size * vocab * models)
-    rows = max(64, rows // 64 * 64)
-    return rows, rows if hidden.is_cuda else max(4, _BLOCK_BYTES // (4 * vocab))
 
 
 class _ChunkedLogProb(torch.autograd.Function):
@@ -186,12 +137,12 @@ class _ChunkedLogProb(torch.autograd.Function):
     def forward(ctx, hidden, weight, targets, transform, want_entropy, blocks):
         rows, vocab = hidden.shape[0], weight.shape[0]
         score = blocks[0]
-        chunk, step = _chunk_sizes(hidden, vocab)
+        chunk, step = chunk_sizes(hidden, vocab)
         log_probs = torch.empty(rows, dtype=torch.float32, device=hidden.device)
         normaliser, entropy = torch.empty_like(log_probs), torch.empty_like(log_probs)
         raw = None
         for start in range(0, rows, chunk):
-            raw = _raw_logits(hidden[start : start + chunk], weight)
+            raw = raw_logits(hidden[start : start + chunk], weight)
             for at in range(0, len(raw), step):
                 block = slice(start + at, start + min(at + step, len(raw)))
                 log_probs[block], normaliser[block], entropy[block] = score(
@@ -218,7 +169,7 @@ class _ChunkedLogProb(torch.autograd.Function):
         saved_logits, ctx.raw = ctx.raw, None
         for start in range(0, rows, chunk):
             h = hidden[start : start + chunk]
-            raw = _raw_logits(h, weight) if saved_logits is None else saved_logits
+            raw = raw_logits(h, weight) if saved_logits is None else saved_logits
             d_raw = raw if raw.dtype == hidden.dtype else torch.empty_like(raw, dtype=hidden.dtype)
             for at in range(0, len(raw), step):
                 block = slice(start + at, start + min(at + step, len(raw)))
@@ -291,102 +242,8 @@ def full_log_probs(
 def _whole_logits(logits: Tensor, temperature: float, excluded_tokens: tuple[int, ...]) -> Tensor:
     logits = logits.float() / temperature
     for token in excluded_tokens:
-        logits[:, token] = _NO_LOGIT
+        logits[:, token] = NO_LOGIT
     return logits
-
-
-@torch.no_grad()
-def chunked_sum_pi_squared(hidden: Tensor, weight: Tensor, transform: LogitTransform = LogitTransform()) -> Tensor:  # noqa: B008
-    """sum_v pi(v)^2 of softmax(logits) at each of the states ``hidden`` (T, H): (T,) fp32, by the same chunks."""
-    squares = torch.empty(hidden.shape[0], dtype=torch.float32, device=hidden.device)
-    chunk, step = _chunk_sizes(hidden, weight.shape[0])
-    for start in range(0, hidden.shape[0], chunk):
-        raw = _raw_logits(hidden[start : start + chunk], weight)
-        for at in range(0, len(raw), step):
-            p = torch.softmax(_scaled(raw[at : at + step], transform)[0], dim=-1)
-            squares[start + at : start + at + len(p)] = torch.linalg.vecdot(p, p)
-    return squares
-
-
-def _log_softmax(raw: Tensor, transform: LogitTransform) -> tuple[Tensor, Tensor | float]:
-    """Log-probabilities of all tokens, fp32, and the derivative of the logits by ``raw``."""
-    x, derivative = _scaled(raw, transform)
-    return x.sub_(torch.logsumexp(x, -1, keepdim=True)), derivative
-
-
-class _ChunkedFullKL(torch.autograd.Function):
-    """hidden (T, H), weight (V, H), and those of a reference -> KL(softmax || reference's softmax) (T,), fp32.
-
-    With log-ratios d_v = log p_v - log q_v: KL = sum_v p_v d_v, and dKL/dx_j = p_j (d_j - KL). The reference gets no
-    gradient.
-    """
-
-    @staticmethod
-    def forward(ctx, hidden, weight, ref_hidden, ref_weight, transform, ref_transform):
-        kl = torch.empty(hidden.shape[0], dtype=torch.float32, device=hidden.device)
-        for chunk, raw, ref_raw, step in _ChunkedFullKL._chunks(hidden, weight, ref_hidden, ref_weight):
-            for at in range(0, len(raw), step):
-                log_p, _ = _log_softmax(raw[at : at + step], transform)
-                log_q, _ = _log_softmax(ref_raw[at : at + step], ref_transform)
-                ratio = log_q.neg_().add_(log_p)
-                kl[chunk][at : at + step] = log_p.exp_().mul_(ratio).sum(-1)
-        ctx.save_for_backward(hidden, weight, ref_hidden, ref_weight, kl)
-        ctx.transform, ctx.ref_transform = transform, ref_transform
-        return kl
-
-    @staticmethod
-    def backward(ctx, grad):
-        hidden, weight, ref_hidden, ref_weight, kl = ctx.saved_tensors
-        wants_hidden, wants_weight = ctx.needs_input_grad[:2]
-        grad_hidden = torch.empty_like(hidden) if wants_hidden else None
-        # many bf16 parts would be rounded away one by one: sum them in fp32
-        grad_weight = torch.zeros_like(weight, dtype=torch.float32) if wants_weight else None
-        for chunk, raw, ref_raw, step in _ChunkedFullKL._chunks(hidden, weight, ref_hidden, ref_weight):
-            d_raw = raw if raw.dtype == hidden.dtype else torch.empty_like(raw, dtype=hidden.dtype)
-            for at in range(0, len(raw), step):
-                log_p, derivative = _log_softmax(raw[at : at + step], ctx.transform)
-                log_q, _ = _log_softmax(ref_raw[at : at + step], ctx.ref_transform)
-                coefficient = log_q.neg_().add_(log_p).sub_(kl[chunk][at : at + step, None])
-                coefficient.mul_(log_p.exp_()).mul_(grad[chunk][at : at + step, None])
-                d_raw[at : at + step] = coefficient.mul_(derivative)
-            if wants_hidden:
-                torch.mm(d_raw, weight, out=grad_hidden[chunk])
-            if wants_weight:
-                grad_weight += d_raw.t() @ hidden[chunk]
-        return grad_hidden, grad_weight.to(weight.dtype) if wants_weight else None, None, None, None, None
-
-    @staticmethod
-    def _chunks(hidden, weight, ref_hidden, ref_weight):
-        """Yield row slices, the raw logits of both models, and the rows of an element-wise pass."""
-        rows, step = _chunk_sizes(hidden, weight.shape[0], models=2)
-        for start in range(0, hidden.shape[0], rows):
-            chunk = slice(start, start + rows)
-            yield chunk, _raw_logits(hidden[chunk], weight), _raw_logits(ref_hidden[chunk], ref_weight), step
-
-
-def chunked_full_kl(
-    hidden: Tensor,
-    weight: Tensor,
-    ref_hidden: Tensor,
-    ref_weight: Tensor,
-    transform: LogitTransform = LogitTransform(),  # noqa: B008
-    ref_transform: LogitTransform = LogitTransform(),  # noqa: B008
-) -> Tensor:
-    """KL(softmax(logits) || softmax(reference's logits)) at each position, summed over the vocabulary.
-
-    Equal to ``verl.algorithms.kl.kl_full`` of the whole logits, forward and backward, with logits in chunks only.
-
-    Args:
-        hidden: (T, H), and ``weight`` (V, H) of the last linear layer.
-        ref_hidden: (T, H'), and ``ref_weight`` (V, H'): the reference's, which gets no gradient; H' may differ.
-
-    Returns:
-        (T,) fp32, differentiable in ``hidden`` and ``weight``.
-    """
-    ref_weight = ref_weight.detach()
-    return _ChunkedFullKL.apply(
-        hidden, weight, ref_hidden.detach().to(ref_weight.dtype), ref_weight, transform, ref_transform
-    )
 
 
 # -- on a model ---------------------------------------------------------------------------------------------------
@@ -401,6 +258,11 @@ class TokenScores(NamedTuple):
     sum_pi_squared: Tensor | None = None
     """Has no gradient."""
     full_kl: Tensor | None = None
+    """Divergence from the reference over the vocabulary."""
+    top_log_probs: Tensor | None = None
+    """(t, k): of the likeliest tokens, without gradient; or of the tokens that the caller named, with it."""
+    top_ids: Tensor | None = None
+    """(t, k) int32: the likeliest tokens."""
     states: Tensor | None = None
     """(t', H), inputs of the last layer at the t' positions of this rank; then all other fields are None."""
 
@@ -414,6 +276,10 @@ class ReferenceStates:
     weight: Tensor | None
     """(V, H') of its last linear layer; None: the policy's own."""
     head: OutputHead
+    temperature: float | None = None
+    """Of its logits; None: the policy's."""
+    beta: float = 1.0
+    """Divergence from it, as ``chunked_divergence`` has it; 1: KL(policy || reference)."""
 
 
 def attach_token_outputs(model: Any) -> None:
@@ -435,6 +301,8 @@ def token_outputs(
     attention_kwargs: Mapping[str, Any] | None = None,
     reference: ReferenceStates | None = None,
     want_states: bool = False,
+    top: TopTokens | None = None,
+    ids: Tensor | None = None,
 ) -> TokenScores:
     """Run the model and compute its outputs at the valid positions.
 
@@ -448,8 +316,10 @@ def token_outputs(
         vision_inputs: image tensors of the model: ``pixel_values``, ``image_grid_thw``.
         attention_kwargs: keyword arguments of each layer's attention: the ``packing`` of packed rows and, with sequence
             parallelism, this rank's ``shard``. All ranks pass whole inputs and get the outputs of all positions.
-        reference: also return the KL of the policy's distribution to this one.
+        reference: also return the divergence of the policy's distribution from this one.
         want_states: return only ``states``, of this rank's positions.
+        top: also return the likeliest tokens; log-probs and these then have no gradient, and there is no entropy.
+        ids: (t, k) tokens whose log-probs to return too.
     """
     inputs = {"input_ids": input_ids, "use_cache": False, **(vision_inputs or {}), **(attention_kwargs or {})}
     if position_ids is not None:
@@ -459,12 +329,10 @@ def token_outputs(
         if not is_vision_language(model.config):  # whose embeddings are made whole, and sliced by a hook
             inputs.update({name: shard.slice_of(inputs[name]) for name in ("input_ids", "position_ids")})
         positions, targets = shard.positions, targets.index_select(0, shard.local_index)
+        ids = None if ids is None else ids.index_select(0, shard.local_index)
     if head.kind == "logits":
         logits = model(**inputs).logits.flatten(0, 1).index_select(0, positions)
-        scores = TokenScores(*full_log_probs(logits, targets, temperature, want_entropy, head.excluded_tokens))
-        if want_sum_pi_squared:
-            p = torch.softmax(_whole_logits(logits.detach(), temperature, head.excluded_tokens), dim=-1)
-            scores = scores._replace(sum_pi_squared=p.square().sum(-1))
+        scores = _of_whole_logits(logits, targets, head, temperature, want_entropy, want_sum_pi_squared, top, ids)
     else:
         hidden = model.base_model(**inputs)[0].flatten(0, 1).index_select(0, positions)
         if want_states:
@@ -478,17 +346,50 @@ def token_outputs(
         else:
             weight = model.get_output_embeddings().weight
             transform = LogitTransform(temperature, head.scale, head.softcap, head.excluded_tokens)
-            scores = TokenScores(
-                *chunked_log_probs(hidden, weight, targets, transform, want_entropy, head.compiled, head.triton)
-            )
+            if top is not None:
+                log_probs, top_log_probs, top_ids = chunked_top_log_probs(hidden, weight, targets, top, transform)
+                scores = TokenScores(log_probs, top_log_probs=top_log_probs, top_ids=top_ids)
+            else:
+                scores = TokenScores(
+                    *chunked_log_probs(hidden, weight, targets, transform, want_entropy, head.compiled, head.triton)
+                )
             if want_sum_pi_squared:
                 scores = scores._replace(sum_pi_squared=chunked_sum_pi_squared(hidden, weight, transform))
+            if ids is not None:
+                scores = scores._replace(top_log_probs=chunked_log_probs_of(hidden, weight, ids, transform))
             if reference is not None:
                 ref_weight = weight if reference.weight is None else reference.weight
                 # excluded tokens are left out of both distributions
                 ref_transform = transform._replace(scale=reference.head.scale, softcap=reference.head.softcap)
-                kl = chunked_full_kl(hidden, weight, reference.hidden, ref_weight, transform, ref_transform)
+                ref_transform = ref_transform._replace(temperature=reference.temperature or temperature)
+                states, beta = reference.hidden, reference.beta
+                kl = chunked_divergence(hidden, weight, states, ref_weight, transform, ref_transform, beta)
                 scores = scores._replace(full_kl=kl)
     if shard is None:
         return scores
     return TokenScores(*(part if part is None else shard.gather(part) for part in scores))
+
+
+def _of_whole_logits(
+    logits: Tensor,
+    targets: Tensor,
+    head: OutputHead,
+    temperature: float,
+    want_entropy: bool,
+    want_sum_pi_squared: bool,
+    top: TopTokens | None,
+    ids: Tensor | None,
+) -> TokenScores:
+    """The outputs of a model whose head is more than a linear layer, from its logits (t, V)."""
+    scores = TokenScores(*full_log_probs(logits, targets, temperature, want_entropy, head.excluded_tokens))
+    if want_sum_pi_squared:
+        p = torch.softmax(_whole_logits(logits.detach(), temperature, head.excluded_tokens), dim=-1)
+        scores = scores._replace(sum_pi_squared=p.square().sum(-1))
+    if top is not None or ids is not None:
+        log_p = torch.log_softmax(_whole_logits(logits, temperature, head.excluded_tokens), dim=-1)
+        if top is not None:
+            values, top_ids = top.of(log_p.detach())
+            scores = scores._replace(top_log_probs=values, top_ids=top_ids)
+        if ids is not None:
+            scores = scores._replace(top_log_probs=log_p.gather(1, ids.long()))
+    return scores

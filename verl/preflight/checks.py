@@ -6,7 +6,7 @@ Reads a composed configuration; starts nothing.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
@@ -30,7 +30,7 @@ from verl.preflight.machine import (
     room_for_checkpoints,
 )
 from verl.preflight.models import missing_models, missing_tokenizer
-from verl.preflight.report import Finding, Level, Report, format_bytes, preview_lines
+from verl.preflight.report import Finding, Level, PhaseMemory, Report, format_bytes, preview_lines
 from verl.telemetry.memory import host_memory
 from verl.utils.py_functional import unchanged_environment
 
@@ -51,18 +51,20 @@ def examine(
     config_dir: str | None = None,
     machine: Machine = _THIS,
     limits: Limits | None = None,
+    root: type[PPOConfig] | None = None,
 ) -> Report:
     """Check a command line.
 
     Args:
         words: ``key=value`` as after ``python -m verl.trainer.main_ppo``.
         config_path, config_name, config_dir: as the flags of the same names.
+        root: class of the tree. None: ``PPOConfig``.
     """
     # a later word wins
     if machine.gpus:
         words = [*words, f"trainer.n_gpus_per_node={machine.gpus}"]
     try:
-        loaded = load(words, config_path, config_name, config_dir=config_dir)
+        loaded = load(words, config_path, config_name, config_dir=config_dir, root=root or PPOConfig)
     except ConfigError as error:
         return Report([Finding("error", text) for text in error.problems])
     return examine_loaded(loaded, machine, limits)
@@ -160,7 +162,7 @@ def _examine(
         report.findings += _findings("error", _unfilled_batch(config, data))
         report.findings += _findings("warning", find(config, "advice", total_steps=total_steps(config, data)))
         report.derivation = derivation(config, data)
-        _add_memory(report, config, machine)
+        add_memory(report, config, machine)
     return report
 
 
@@ -189,14 +191,24 @@ def _add_data(report: Report, config: PPOConfig, limits: Limits | None) -> Previ
     return data
 
 
-def _add_memory(report: Report, config: PPOConfig, machine: Machine) -> None:
-    """Add the memory plan to a report, and a finding if it exceeds the memory there is."""
+def add_memory(
+    report: Report,
+    config: PPOConfig,
+    machine: Machine,
+    plan: Callable[[int | None], list[PhaseMemory]] | None = None,
+) -> None:
+    """Add the memory plan to a report, and a finding if it exceeds the memory there is.
+
+    Args:
+        plan: memory of a GPU, or None -> the phases. None: those of ``config``.
+    """
     on_cpu, path = config.trainer.device == "cpu", config.actor_rollout_ref.model.path
     gpu_bytes = machine.gpu_bytes
     if not gpu_bytes and machine.is_this and config.trainer.device == "cuda":
         gpu_bytes = gpu_memory_here()
     # a GPU's size is that of this machine only if the run is for it
-    report.memory, model = memory_plan(config, gpu_bytes), shape_of(config, "actor")
+    report.memory = plan(gpu_bytes) if plan is not None else memory_plan(config, gpu_bytes)
+    model = shape_of(config, "actor")
     if not report.memory or model is None:
         report.memory_notes = [f"  not estimated: no local config.json of {MODEL}.path={path}"]
         return

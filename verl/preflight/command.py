@@ -7,6 +7,7 @@ warnings; 2: it cannot.
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import os
 import re
@@ -23,7 +24,11 @@ from verl.utils.process import plain_ending
 if TYPE_CHECKING:
     from verl.config.load import LoadedConfig
     from verl.config.ppo import PPOConfig
+    from verl.preflight.machine import Machine
     from verl.preflight.report import Report
+
+_PROGRAMS = {"sft": ("verl.config.sft", "SFTConfig")}
+"""First word after ``verl doctor`` -> module and class of the tree of a program that learns from examples."""
 
 _SHORT = {
     "model": "actor_rollout_ref.model.path",
@@ -81,10 +86,10 @@ def _count(text: str) -> int:
 def _doctor_parser() -> ArgumentParser:
     return _parser(
         "verl doctor",
-        "python -m verl.doctor [flags] key=value [key=value ...]",
+        "python -m verl.doctor [sft] [flags] key=value [key=value ...]",
         "Say what a run would do and what would go wrong, in seconds. No model is opened; the reward function is\n"
         "tried in a sandbox. The words are those of python -m verl.trainer.main_ppo; there, trainer.dry_run=true does\n"
-        "the same.",
+        "the same. After the word sft they are those of verl sft, whose examples are looked at.",
         "  --config-path, --config-name, --config-dir    as the main job takes them\n\n"
         "exit codes: 0 it can run, 1 it can and --strict has warnings, 2 it cannot.",
         {
@@ -106,17 +111,27 @@ def _doctor_parser() -> ArgumentParser:
 
 @plain_ending()
 def doctor(
-    argv: Sequence[str] | None = None, *, config_name: str = "ppo_trainer", config_path: str | None = None
+    argv: Sequence[str] | None = None,
+    *,
+    config_name: str = "ppo_trainer",
+    config_path: str | None = None,
+    root: type[PPOConfig] | None = None,
 ) -> int:
     """Check a command line, print the report, and return the exit code.
 
     Args:
         argv: words and flags. None: this process's.
         config_name, config_path: used unless the words name others.
+        root: class of the tree. None: ``PPOConfig``.
     """
     parser = _doctor_parser()
+    given = list(sys.argv[1:] if argv is None else argv)
+    program = given.pop(0) if given and given[0] in _PROGRAMS else None
+    if given and given[0] in ("dpo", "rm"):
+        print(f"error: verl doctor does not look at pairs yet: use `verl {given[0]} --check ...`.", file=sys.stderr)
+        return 2
     try:
-        options, rest = parser.parse_known_args(list(sys.argv[1:] if argv is None else argv))
+        options, rest = parser.parse_known_args(given)
         flags, words = parse(rest)
     except (ConfigError, argparse.ArgumentError) as error:
         print(f"error: {error}", file=sys.stderr)
@@ -125,17 +140,47 @@ def doctor(
         print(parser.format_help(), end="")
         return 0
     from verl.preflight.checks import examine
-    from verl.preflight.machine import Machine
+    from verl.preflight.machine import Machine, containment_here
+    from verl.preflight.report import Finding
+    from verl.sandbox.containment import is_allowed
 
     size, gpus = getattr(options, "gpu_mem", None), getattr(options, "gpus", None)
+    machine = Machine(size, gpus, "elsewhere" not in options and size is None, size is not None)
+    if program is not None:
+        report = _examine_program(program, words, flags, machine)
+        return _print(report, "json" in options, "strict" in options)
     report = examine(
         [word for word in words if not _DRY.match(word)],
         flags.get("config_path", config_path),
         flags.get("config_name", config_name),
         flags.get("config_dir"),
-        Machine(size, gpus, "elsewhere" not in options and size is None, size is not None),
+        machine,
+        root=root,
     )
+    if report.config is None and any(word.lstrip("+").startswith(("model.", "engine.", "optim.")) for word in words):
+        text = "The sections model, engine and optim are those of verl sft: for its words, `verl doctor sft ...`."
+        report.notes.append(Finding("note", text))
+    if report.config is not None and machine.is_this:
+        allowed = bool(report.config.reward_model.sandbox.allow_uncontained_code) or is_allowed()
+        report.notes.append(containment_here(allowed))
     return _print(report, "json" in options, "strict" in options)
+
+
+def _examine_program(program: str, words: Sequence[str], flags: dict[str, Any], machine: Machine) -> Report:
+    """The report of a program that learns from examples."""
+    from verl.config.load import load
+    from verl.preflight.examples import examine_examples
+    from verl.preflight.report import Finding, Report
+
+    module, name = _PROGRAMS[program]
+    root = getattr(importlib.import_module(module), name)
+    words = [*words, *([f"trainer.n_gpus_per_node={machine.gpus}"] if machine.gpus else [])]
+    start = flags.get("config_name", root.config_name)
+    try:
+        loaded = load(words, flags.get("config_path"), start, config_dir=flags.get("config_dir"), root=root)
+    except ConfigError as error:
+        return Report([Finding("error", text) for text in error.problems])
+    return examine_examples(loaded, machine)
 
 
 def _print(report: Report, as_json: bool = False, strict: bool = False) -> int:
@@ -158,6 +203,7 @@ def run_or_examine(
     *,
     config_name: str = "ppo_trainer",
     config_path: str | None = None,
+    root: type[PPOConfig] | None = None,
 ) -> Any:
     """Call ``run`` with the checked configuration; with ``--check`` or ``trainer.dry_run=true`` print a report instead.
 
@@ -165,12 +211,14 @@ def run_or_examine(
         SystemExit: after a dry run with its exit code, and as ``run_from_command_line``.
     """
     from verl.config.load import run_from_command_line
+    from verl.config.ppo import PPOConfig
 
+    root = root or PPOConfig
     if any(map(_DRY.match, arguments)) and "--help" not in arguments and not any("--cfg" in one for one in arguments):
-        raise SystemExit(doctor(arguments, config_name=config_name, config_path=config_path))
+        raise SystemExit(doctor(arguments, config_name=config_name, config_path=config_path, root=root))
 
     return run_from_command_line(
-        run, arguments, config_name=config_name, config_path=config_path, examine=_before_the_run
+        run, arguments, config_name=config_name, config_path=config_path, root=root, examine=_before_the_run
     )
 
 

@@ -18,9 +18,9 @@ from verl.config.base import get_path
 from verl.config.checks.base import models, sharded, trained_roles
 from verl.config.checks.batch import counted, optimizer_steps
 from verl.config.critic import CriticConfig
-from verl.config.engine import DeepSpeedConfig
-from verl.config.model_info import ModelShape, shape_of
-from verl.config.ppo import ACTOR, MODEL, REF, RM, ROLLOUT, PPOConfig
+from verl.config.model_info import ModelShape, shape_of, teachers
+from verl.config.ppo import ACTOR, MODEL, REF, RM, ROLLOUT, TEACHER, PPOConfig
+from verl.preflight.engines import activation_ranks, rank_memory, recomputes_layers, row_ranks, zero_memory
 from verl.preflight.report import Number, PhaseMemory
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ CPU_TOKENS = 1024
 """Most tokens of a forward pass on a CPU, except for a single longer row."""
 
 _WORLD = ("trainer.nnodes", "trainer.n_gpus_per_node")
-_NAMES = {ACTOR: "actor", REF: "reference", RM: "reward model", "critic": "critic"}
+_NAMES = {ACTOR: "actor", REF: "reference", TEACHER: "teacher", RM: "reward model", "critic": "critic"}
 
 
 def derivation(config: PPOConfig, data: Preview) -> list[Number]:
@@ -84,9 +84,15 @@ def _workers(config: PPOConfig) -> Iterator[Number]:
     yield Number("workers", trainer.world_size, text, _WORLD)
     for key, section in models(config).items():
         # ranks that share a sequence are one data-parallel rank
-        dp, sp = config.dp_size(section), section.ulysses_sequence_parallel_size
-        text = f"{workers} / {sp} to a sequence = {counted(dp, 'data-parallel rank')}; {section.strategy}"
-        yield Number(f"{_NAMES[key]} dp", dp, text, (*_WORLD, f"{key}.ulysses_sequence_parallel_size"))
+        dp, sp, option = (
+            config.dp_size(section),
+            f"{row_ranks(section)} to a sequence",
+            "ulysses_sequence_parallel_size",
+        )
+        if section.strategy == "megatron":
+            sp, option = f"({section.megatron.mesh(trainer.world_size)})", "megatron.tensor_model_parallel_size"
+        text = f"{workers} / {sp} = {counted(dp, 'data-parallel rank')}; {section.strategy}"
+        yield Number(f"{_NAMES[key]} dp", dp, text, (*_WORLD, f"{key}.{option}"))
     processes, (tp, pp) = sum(config.rollout_processes), _rollout_split(config)
     replicas = max(1, processes // (tp * pp))
     stages = f" x {pp} pipeline stages" if pp > 1 else ""
@@ -125,7 +131,7 @@ def _updates(config: PPOConfig) -> Iterator[Number]:
         keys: tuple[str, ...] = (f"{key}.ppo_micro_batch_size_per_gpu",)
         if role.use_dynamic_bsz:
             keys = (f"{key}.use_dynamic_bsz", f"{key}.ppo_max_token_len_per_gpu")
-        sp, what = role.ulysses_sequence_parallel_size, "gradients are accumulated over"
+        sp, what = row_ranks(role), "gradients are accumulated over"
         yield _micro(config, f"{name} micro", rows, role.update_split, sp, keys, what)
 
 
@@ -172,7 +178,7 @@ def _scoring(config: PPOConfig) -> Iterator[Number]:
         if split.size is not None:
             # the reward model has one size for its only pass
             option = f"{key}.{'' if key == RM else prefix}micro_batch_size_per_gpu"
-        yield _micro(config, name, rows, split, section.ulysses_sequence_parallel_size, (option,), "scored in")
+        yield _micro(config, name, rows, split, row_ranks(section), (option,), "scored in")
 
 
 def _run(config: PPOConfig, data: Preview) -> Iterator[Number]:
@@ -285,8 +291,9 @@ def _resident(
 
 def _tokens(config: PPOConfig, role: RoleMemory, split: MicroBatching, rows: int) -> int:
     """Return the tokens of the largest forward pass on one device, padding included."""
-    sp = get_path(config, role.key).ulysses_sequence_parallel_size
-    return rows_of_a_forward(config, split, rows, sp) * longest_row(config) // sp
+    section = get_path(config, role.key)
+    rows = rows_of_a_forward(config, split, rows, row_ranks(section))
+    return rows * longest_row(config) // activation_ranks(section)
 
 
 def _logits(config: PPOConfig, role: RoleMemory, tokens: int, device: str, trains: bool) -> dict[str, int]:
@@ -308,8 +315,9 @@ def _update(config: PPOConfig, role: RoleMemory, device: str) -> dict[str, int]:
     tokens = _tokens(config, role, section.update_split, rows)
     whole = activations(role.model, role.compute, tokens, False)
     # small activations are stored on a CPU, whatever the option: recomputing costs more there
-    recomputes = options.enable_gradient_checkpointing and not (device == "cpu" and whole <= _KEEP_ON_CPU)
-    kept = activations(role.model, role.compute, tokens, True) if recomputes else whole
+    is_small = device == "cpu" and whole <= _KEEP_ON_CPU
+    is_recomputed = recomputes_layers(section, options.enable_gradient_checkpointing) and not is_small
+    kept = activations(role.model, role.compute, tokens, True) if is_recomputed else whole
     if options.enable_activation_offload and device != "cpu":
         kept = kept_bytes_per_token(role.model, role.compute) * tokens
     parts = {"copies of weights": role.gathered, "activations": kept}
@@ -429,9 +437,8 @@ def roles_memory(config: PPOConfig) -> list[RoleMemory]:
     for key, place in sharded(config).items():
         # the reference of a policy with adapters is the policy without them
         borrows = key == REF and config.actor_rollout_ref.model.lora_rank and not (own is not None and own.path)
-        model = None if borrows else shape_of(config, key.rpartition(".")[2])
-        if model is not None:
-            found.append(_role(config, key, place, model))
+        names = teachers(config) if key == TEACHER else [] if borrows else [key.rpartition(".")[2]]
+        found += [_role(config, key, place, model) for name in names if (model := shape_of(config, name)) is not None]
     return found
 
 
@@ -458,17 +465,22 @@ def _role(config: PPOConfig, key: str, place: str, model: ModelShape) -> RoleMem
     # AdamW8bit keeps two moments of one byte each
     moments = (2 if trained and section.optim.optimizer == "AdamW8bit" else 2 * kept) * trained
     gradients, ranks = trained * kept, 1
-    if section.strategy == "local":
+    if section.strategy == "megatron":
+        own, gradients, moments = rank_memory(section.megatron, model, bool(trained), world)
+        gathered = 0
+    elif section.strategy == "local":
         own, gathered = own + (numbers * compute if trained and compute != kept else 0), 0
     elif section.strategy == "deepspeed":
-        own, gathered, gradients, moments = _zero(section.deepspeed, numbers, trained, compute, kept, world)
+        own, gathered, gradients, moments = zero_memory(section.deepspeed, numbers, trained, compute, kept, world)
     else:
         ranks = world if sharding.fsdp_size < 1 else min(sharding.fsdp_size, world)
         # the outermost unit stays gathered during a pass, and two layers are gathered at a time
         needs_copy = ranks > 1 or compute != kept
         gathered = (_embeddings(model) + (2 if ranks > 1 else 1) * model.layer) * compute if needs_copy else 0
     offloads = config.trainer.device != "cpu"
-    is_on_host = offloads and sharding.offload_policy and section.strategy != "deepspeed"
+    keeps_gradients = not offloads and section.strategy == "local" and compute != kept
+    keeps_gradients |= section.strategy == "megatron" and not (offloads and section.megatron.grad_offload)
+    is_on_host = offloads and sharding.get("offload_policy") and section.strategy != "deepspeed"
     return RoleMemory(
         name=_NAMES[key],
         key=key,
@@ -480,25 +492,8 @@ def _role(config: PPOConfig, key: str, place: str, model: ModelShape) -> RoleMem
         compute=compute,
         offloads_weights=offloads and sharding.param_offload,
         offloads_optimizer=offloads and sharding.optimizer_offload,
-        keeps_gradients=not offloads and section.strategy == "local" and compute != kept,
+        keeps_gradients=keeps_gradients,
     )
-
-
-def _zero(
-    zero: DeepSpeedConfig, numbers: int, trained: int, compute: int, kept: int, ranks: int
-) -> tuple[int, int, int, int]:
-    """Return the bytes of (weights, gathered, gradients, optimizer with fp32 weights) of DeepSpeed on one rank."""
-    stage = zero.zero_stage
-    # stage 1 shards the optimizer, 2 gradients too, 3 also weights
-    weights = numbers * compute // (ranks if stage == 3 else 1)
-    if not trained:
-        return weights, 0, 0, 0
-    gradients = trained * compute // (ranks if stage >= 2 else 1)
-    # two moments in fp32, and from stage 1 on a copy of the weights in fp32
-    moments = trained * (8 + (kept if stage else 0)) // (ranks if stage else 1)
-    live = min(zero.stage3_max_live_parameters, numbers) if stage == 3 else 0
-    gathered = (min(zero.reduce_bucket_size, trained) + live) * compute
-    return 0 if zero.offload_param else weights, gathered, gradients, 0 if zero.offload_optimizer else moments
 
 
 def kept_bytes_per_token(model: ModelShape, compute: int) -> int:

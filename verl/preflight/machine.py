@@ -11,6 +11,7 @@ import subprocess
 from collections.abc import Iterator, Mapping
 from functools import lru_cache
 from glob import glob
+from itertools import filterfalse
 from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
@@ -20,12 +21,32 @@ from verl.config.checks.base import models, trained_roles
 from verl.config.ppo import ACTOR, MODEL, ROLLOUT, PPOConfig
 from verl.preflight.environments import environment_files
 from verl.preflight.report import Finding, format_bytes
+from verl.sandbox.containment import PROMISES, VARIABLE, containment, landlock_version
 from verl.utils.distribution import install_command
 from verl.utils.import_utils import is_package_available, split_file_name
 
 _CONNECT_S = 1.0
+_PROGRAMS = "Programs that the policy writes (scorers of code, the environment Code, PythonTool)"
+_MEGATRON = ("megatron.core", "mbridge")
+"""Packages of ``strategy=megatron``."""
 _LOGGER_PACKAGES = ("wandb", "tensorboard", "mlflow", "swanlab", "clearml")
 """Loggers of the same name as the package they need."""
+
+
+def containment_here(is_allowed: bool) -> Finding:
+    """What contains generated programs on this machine, tried; ``is_allowed``: to run them without."""
+    missing, version = containment(), landlock_version()
+    means = f"Landlock {version} and seccomp" if version >= 1 else "no Landlock"
+    if not missing:
+        return Finding("note", f"{_PROGRAMS} are contained on this machine: {'; '.join(PROMISES.values())} ({means}).")
+    lacking = "; ".join(PROMISES[name] for name in missing)
+    fate = "They run all the same, as allowed" if is_allowed else "They are refused"
+    return Finding(
+        "note",
+        f"{_PROGRAMS} are not contained on this machine ({means}), which cannot promise that {lacking}. {fate}: "
+        "reward_model.sandbox.allow_uncontained_code decides for scorers, "
+        f"{VARIABLE} for the rest.",
+    )
 
 
 def missing_services(config: PPOConfig) -> Iterator[Problem]:
@@ -158,6 +179,9 @@ def missing_packages(config: PPOConfig, machine: Machine) -> Iterator[Problem]:
         packages = {
             f"{key}.strategy": "deepspeed" for key, role in models(config).items() if role.strategy == "deepspeed"
         }
+        for key, role in models(config).items():
+            if role.strategy == "megatron":
+                packages[f"{key}.strategy"] = next(filterfalse(is_package_available, _MEGATRON), _MEGATRON[0])
         for key, role, _ in trained_roles(config):
             if role.optim.optimizer == "AdamW8bit":
                 packages[f"{key}.optim.optimizer"] = "torchao"
@@ -167,7 +191,7 @@ def missing_packages(config: PPOConfig, machine: Machine) -> Iterator[Problem]:
         if shared.model.use_liger:
             packages[f"{MODEL}.use_liger"] = "liger_kernel"
         for key, package in packages.items():
-            install = install_command(package.partition("_")[0])
+            install = install_command("megatron" if package in _MEGATRON else package.partition("_")[0])
             required.append((key, get_path(config, key), package, install, "choose another"))
     for key, value, package, install, instead in required:
         if not is_package_available(package):

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from verl.config.base import Problem, get_path
 from verl.config.critic import CriticModelConfig
-from verl.config.model_info import TOKENIZERS, find_folder, read_json, stored_shapes
+from verl.config.model_info import TOKENIZERS, find_folder, path_key, read_json, stored_shapes, teachers
 from verl.config.ppo import MODEL, ModelConfig, PPOConfig
 from verl.utils.import_utils import is_package_available
 
@@ -59,6 +59,8 @@ def _paths(config: PPOConfig) -> Iterator[tuple[str, str, tuple[str, ...]]]:
     ref = config.actor_rollout_ref.ref.model
     if config.uses_reference and ref is not None and ref.path:
         yield "actor_rollout_ref.ref.model.path", ref.path, whole
+    for teacher in teachers(config):
+        yield path_key(config, teacher), get_path(config, path_key(config, teacher)), whole
     if config.reward_model.enable:
         yield "reward_model.model.path", config.reward_model.model.path, whole
     if config.rewrites_for_reward_model and config.reward_model.model.input_tokenizer:

@@ -77,6 +77,8 @@ class Report:
     preview: list[str] = field(default_factory=list)
     notes: list[Finding] = field(default_factory=list)
     """Skipped checks, and harmless observations."""
+    data_title: str = "data and reward"
+    """Heading of the preview."""
     config: PPOConfig | None = None
     """The checked configuration; None if it could not be composed."""
     data: Preview | None = None
@@ -129,7 +131,7 @@ class Report:
             blocks.append(["memory of one process, by phase", *_memory_table(self.memory), *self.memory_notes])
         if self.preview or self.notes:
             notes = [wrapped("  note    ", finding.text) for finding in self.notes]
-            blocks.append(["data and reward", *self.preview, *notes])
+            blocks.append([self.data_title, *self.preview, *notes])
         titles = {"warnings: it would run, but": self.warnings, "errors: the run would not start": self.errors}
         for title, findings in titles.items():
             if findings:

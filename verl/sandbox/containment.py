@@ -17,6 +17,8 @@ import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from verl.utils.exit_codes import ExitCode
+
 PROMISES = {
     "signals": "it cannot signal or trace processes but its own",
     "network": "it cannot reach the network, nor servers of this machine",
@@ -31,6 +33,8 @@ VARIABLE = "VERL_ALLOW_UNCONTAINED_CODE"
 
 class Uncontained(RuntimeError):
     """This system lacks what contains a generated program, and nobody allowed to run it so."""
+
+    exit_class = ExitCode.CONFIGURATION
 
     def __init__(self, missing: Iterable[str]):
         lacking = "; ".join(f"{name} ({PROMISES[name]})" for name in missing)
@@ -203,7 +207,8 @@ def _grant(libc: ctypes.CDLL, ruleset: int, path: str, rights: int) -> None:
     except OSError:  # a folder that this system does not have
         return
     try:
-        rights &= rights if os.path.isdir(path) else _OF_FILES
+        if not os.path.isdir(path):
+            rights &= _OF_FILES
         libc.syscall(_ADD_RULE, ruleset, 1, struct.pack("=Qi", rights, opened), 0)
     finally:
         os.close(opened)

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from verl.sandbox.program import decode, encode, names_of, receive, send
+from verl.utils.exit_codes import ExitCode
 
 _MODULES = {"np": "numpy", "numpy": "numpy"}
 """Modules beyond the standard library that a test may use without an import of its own."""
@@ -31,6 +32,8 @@ class ProgramEnded(BaseException):
 
 class Unjudgeable(ValueError):
     """A test that cannot be judged from another process than the program's; no failure of the program."""
+
+    exit_class = ExitCode.DATA
 
 
 @dataclass(frozen=True)

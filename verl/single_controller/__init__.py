@@ -12,7 +12,7 @@ __all__ = ["WorkerDied", "WorkerError", "WorkerGroupError", "WorkerGroupStopped"
 
 
 def get_controller(name: str):
-    """The controller of this name, "ray" or "local".
+    """The controller of this name: "ray", "local", or "torchrun" in ranks that torchrun started.
 
     It has the classes ``ResourcePool``, ``ClassWithInitArgs``, ``WorkerGroup``, the function
     ``create_colocated_worker_cls``, and ``start(ray_init, env)`` and ``stop()``. Ray is imported only if asked for.
@@ -25,6 +25,10 @@ def get_controller(name: str):
         from verl.single_controller.local import LocalController
 
         return LocalController()
+    if name == "torchrun":
+        from verl.single_controller.torchrun import TorchrunController
+
+        return TorchrunController()
     raise ValueError(
         f"trainer.controller={name!r} is not a controller. Use 'ray', or 'local' for one machine without Ray."
     )

@@ -29,6 +29,8 @@ _METHODS = {
     "receive_weights": "sync",
     "join_link": "sync",
     "open_link": "sync",
+    "measure_loss": "score",
+    "export_model": "save",
     "save_checkpoint": "save",
     "finish_saving": "save",
     "delete_checkpoints": "save",

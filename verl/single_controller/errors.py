@@ -113,6 +113,8 @@ class WorkerDied(WorkerGroupError):
             return f"ended by its own watchdog (exit code {STALLED}): it made no progress"
         if self.exit_code is not None:
             return f"left with exit code {self.exit_code}"
+        if "node has crashed" in self.stderr_end:  # in the words of Ray
+            return "Ray gave up its node: the raylet there was killed, or answered no heartbeats"
         return "cause unknown; a process that leaves no trace was most often killed with SIGKILL, out of memory"
 
     def __reduce__(self):
@@ -205,7 +207,9 @@ class WorkerDiagnostics:
 
 
 def describe(note: Mapping[str, Any]) -> str:
-    """The engine, the phase and the requests of a note, in one line; empty if it names no engine."""
+    """The engine, the phase and the requests of a note, or the rows of a micro-batch, in one line; empty if neither."""
+    if note.get("micro_batch"):
+        return f"micro-batch {note['micro_batch']}: {note.get('rows')}"
     if "engine" not in note:
         return ""
     text = f"rollout engine {note['engine']}"

@@ -147,9 +147,7 @@ class ForkedHosts(Hosts):
                 "trainer.controller=local forks its ranks, and CUDA does not survive a fork: the driver has used "
                 "the GPU already. Touch it in workers only, or use trainer.controller=ray."
             )
-        dist = sys.modules.get("torch.distributed")
-        if dist is not None and dist.is_initialized():  # of an earlier run in the driver: no use in a fork
-            dist.destroy_process_group()
+        _leave_process_group()  # of an earlier run in the driver: no use in a fork
         port = free_port()
         calls = []
         for rank in range(self.world_size):
@@ -345,9 +343,17 @@ class LocalController:
         os.environ.update({name: str(value) for name, value in (env or {}).items()})
 
     def stop(self) -> None:
-        """End the processes of all groups."""
+        """End the processes of all groups, and leave the process group of a single rank, which lives in this one."""
         for hosts in list(_LIVE):
             hosts.stop()
+        _leave_process_group()
+
+
+def _leave_process_group() -> None:
+    """Leave the process group that this process is a member of, if any, without importing torch for it."""
+    dist = sys.modules.get("torch.distributed")
+    if dist is not None and dist.is_initialized():
+        dist.destroy_process_group()
 
 
 def rank_environment(rank: int, world_size: int, prefix: str, port: int | str, first_device: int = 0) -> dict[str, str]:

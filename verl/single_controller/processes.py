@@ -199,3 +199,12 @@ def _kill_group(pid: int, leader: bool = True) -> None:
     for kill in (os.killpg, os.kill)[: 2 if leader else 1]:  # os.kill for a child that has not made its group yet
         with suppress(ProcessLookupError):
             kill(pid, signal.SIGKILL)
+
+
+def torchrun_size() -> tuple[int, int] | None:
+    """Nodes, and ranks on each, where torchrun or a launcher with its variables started this process; else None."""
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR")
+    if not all(name in os.environ for name in names):
+        return None
+    local = int(os.environ["LOCAL_WORLD_SIZE"])
+    return int(os.environ["WORLD_SIZE"]) // local, local

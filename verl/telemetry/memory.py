@@ -16,10 +16,13 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from verl.telemetry.profiler import process_trace
+
 if TYPE_CHECKING:
     from torch import Tensor
 
 _PAGE = os.sysconf("SC_PAGE_SIZE")
+_CGROUP = Path("/sys/fs/cgroup")
 _MiB, _GiB = 2**20, 2**30
 
 
@@ -35,11 +38,17 @@ def rss_bytes(pid: int | str = "self") -> int:
 def host_memory() -> int:
     """Bytes of memory of this machine, or of the container it is."""
     physical = _PAGE * os.sysconf("SC_PHYS_PAGES")
+    limit = _container_limit()
+    return physical if limit is None else min(physical, limit)
+
+
+def _container_limit() -> int | None:
+    """Bytes that the container of this process may use; None without a limit, or without cgroups of version 2."""
     try:
-        limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
+        limit = (_CGROUP / "memory.max").read_text().strip()
     except OSError:
-        return physical
-    return min(physical, int(limit)) if limit.isdigit() else physical  # "max" is no limit
+        return None
+    return int(limit) if limit.isdigit() else None  # "max" is no limit
 
 
 def oom_kills() -> int:
@@ -194,15 +203,11 @@ def free_memory() -> int:
                 free.append(int(line.split()[1]) * 1024)
     except OSError:
         return 0
-    group = Path("/sys/fs/cgroup")
-    try:
-        limit = (group / "memory.max").read_text().strip()
-        if limit.isdigit():
-            held = int((group / "memory.current").read_text())
-            stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
-            free.append(int(limit) - held + int(stat.get("inactive_file", 0)))  # the cache of files is given back
-    except OSError:  # no cgroup of version 2
-        pass
+    limit = _container_limit()
+    if limit is not None:
+        held = int((_CGROUP / "memory.current").read_text())
+        stat = dict(line.split() for line in (_CGROUP / "memory.stat").read_text().splitlines())
+        free.append(limit - held + int(stat.get("inactive_file", 0)))  # the cache of files is given back
     return max(0, min(free, default=0))
 
 
@@ -249,7 +254,8 @@ class MemoryLedger:
         if (cuda := _cuda_in_use()) is not None:
             self._remember_peaks(cuda)
             cuda.reset_peak_memory_stats()
-        yield
+        with process_trace.mark(name):
+            yield
         now = time.monotonic()
         entry = Entry(name, now, now - start, rss_bytes(), parts=dict(self._parts()) if self._parts else {})
         if (cuda := _cuda_in_use()) is not None:  # the block may have been the first to use it

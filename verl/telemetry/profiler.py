@@ -1,16 +1,20 @@
-"""Timers and memory logs: timers for the driver's stages, memory lines for the workers.
+"""Timers of the driver's stages, memory lines, and the traces that a process makes of profiled steps.
 
-Knows clocks and counters, not stages: the names are the caller's.
+Knows clocks and counters, not stages: the names are the caller's. While nothing is recorded, the marks of phases cost
+one look at a variable.
 """
 
 from __future__ import annotations
 
 import functools
 import logging
+import os
 import sys
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
-from contextlib import contextmanager
-from typing import Any
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
+from typing import Any, NamedTuple
 
 from codetiming import Timer
 
@@ -53,7 +57,7 @@ def marked_timer(
     domain: str | None = None,
     category: str | None = None,
 ) -> Iterator[None]:
-    """``simple_timer`` that also marks the block in a CUDA trace, where this process uses CUDA.
+    """``simple_timer`` that also marks the block in the trace of a profiled step, and in a CUDA trace.
 
     Args:
         name: key in ``timing_raw``, and the mark's text.
@@ -64,7 +68,7 @@ def marked_timer(
     if cuda is not None:
         cuda.nvtx.range_push(name)
     try:
-        with simple_timer(name, timing_raw):
+        with process_trace.mark(name), simple_timer(name, timing_raw):
             yield
     finally:
         if cuda is not None:
@@ -161,6 +165,221 @@ class DistProfiler:
             return marked
 
         return decorate
+
+
+# -- Traces of profiled steps: `global_profiler` -----------------------------------------------------------------------
+
+STAGES = {
+    "generate_sequences": "gen",
+    "compute_log_prob": "old_log_prob",
+    "compute_ref_log_prob": "ref",
+    "compute_values": "values",
+    "compute_rm_score": "reward",
+    **{name: name for name in ("update_actor", "update_critic", "update_model", "measure_loss")},
+}
+"""Method of a worker that gets a file of its own with ``discrete`` -> what the metrics call its time."""
+
+SECTIONS = {"generate_sequences": "rollout", "compute_ref_log_prob": "ref"}
+"""Method of a worker that plays several roles -> its own; of others the actor's."""
+
+
+DRIVER = "driver"
+"""Role of the process that drives the run."""
+
+
+class TraceFile(NamedTuple):
+    """A trace that is written."""
+
+    path: str
+    bytes: int
+    seconds: float
+    """Time that the writing took."""
+
+
+class ProcessTrace:
+    """What this process records of profiled steps: the roles it plays begin and end together, the last one writes.
+
+    With torch.profiler one recording is made at a time. It is of the thread that begins it, and of autograd's.
+
+    Attributes:
+        is_recording: whether marks are kept now.
+    """
+
+    def __init__(self) -> None:
+        self.is_recording = False
+        self._roles: dict[str, int] = {}
+        self._ended: dict[str, int] = {}
+        self._settings: dict[str, Any] = {}
+        self._parts: dict[str, frozenset[str]] = {}
+        self._profile: Any = None
+        self._hook: Any = None
+        self._calls, self._is_paused = 0, False
+        self._files: list[TraceFile] = []
+
+    def begin(self, role: str, rank: int, settings: Mapping[str, Any], parts: Iterable[str] = ()) -> None:
+        """Record from now on, for one more role of this process.
+
+        Args:
+            settings: ``tool``, ``folder`` to write to, ``discrete``, and those of `ProfilePlan.settings`.
+            parts: roles, as sections are called, whose calls get files of their own with ``discrete``.
+        """
+        is_first = not self._roles
+        self._roles[role], self._parts[role] = rank, frozenset(parts)
+        if is_first:
+            self._settings, self._files = dict(settings), []
+            if not settings["discrete"]:
+                self._start()
+
+    def end(self, role: str) -> list[TraceFile]:
+        """End the recording for a role; returns the files written, once no role is left."""
+        if role not in self._roles:
+            return []
+        self._ended[role] = self._roles.pop(role)
+        if self._roles:
+            return []
+        if self._profile is not None:
+            self._stop(_process_name(self._ended))
+        self._ended = {}
+        return self._files
+
+    def abandon(self) -> None:
+        """Stop without a file: an error ended the step."""
+        if self._profile is not None:
+            self._stop(None)
+        self._roles, self._ended = {}, {}
+
+    def mark(self, name: str) -> AbstractContextManager[Any]:
+        """A block that the trace shows as a span of this name."""
+        return _span(name) if self.is_recording else nullcontext()
+
+    def call(self, role: str, method: str) -> AbstractContextManager[Any]:
+        """A block that is a call of a worker: a span, the unit of ``discrete`` and of ``max_module_calls``."""
+        return self._call(role, method) if self._roles else nullcontext()
+
+    @contextmanager
+    def _call(self, role: str, method: str) -> Iterator[None]:
+        stage = STAGES.get(method, method)
+        parts = self._parts.get(role, frozenset())
+        is_wanted = SECTIONS[method] in parts if method in SECTIONS else bool(parts - {"rollout", "ref"})
+        is_own = self._settings["discrete"] and self._profile is None and is_wanted and method in STAGES
+        if is_own:
+            self._start()
+        self._calls = 0
+        try:
+            with self.mark(stage):
+                yield
+        finally:
+            self._pause(False)
+            if is_own and self._profile is not None:
+                self._stop(f"{role}-{stage}-rank{self._roles[role]}")
+
+    def _start(self) -> None:
+        tool, options = self._settings["tool"], self._settings["torch_memory"]
+        cuda = _initialised_cuda()
+        if tool == "nsys":
+            if cuda is not None:
+                cuda.profiler.start()
+            self._profile = "nsys"
+            return
+        if tool == "torch_memory" and cuda is not None:
+            cuda.memory._record_memory_history(
+                max_entries=options["trace_alloc_max_entries"],
+                context=options["context"],
+                stacks=options["stacks"],
+                **options["kw_args"],
+            )
+            self._profile = "memory"
+            return
+        from torch.nn.modules.module import register_module_forward_pre_hook
+        from torch.profiler import ProfilerActivity, profile
+
+        os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # it writes a line to stderr at each start and stop
+        contents = set(self._settings["contents"])
+        kinds = {"cpu": ProfilerActivity.CPU, **({"cuda": ProfilerActivity.CUDA} if cuda is not None else {})}
+        self._profile = profile(
+            activities=[kind for name, kind in kinds.items() if name in contents or not contents & {"cpu", "cuda"}]
+            or [ProfilerActivity.CPU],
+            profile_memory="memory" in contents or tool == "torch_memory",
+            record_shapes="shapes" in contents,
+            with_stack="stack" in contents,
+            with_modules="module" in contents,
+        )
+        self._profile.start()
+        if self._settings["max_module_calls"]:
+            self._hook = register_module_forward_pre_hook(self._count)
+        self.is_recording = True
+
+    def _stop(self, name: str | None) -> None:
+        profile, self._profile, self.is_recording = self._profile, None, False
+        if self._hook is not None:
+            self._hook.remove()
+            self._hook = None
+        begin = time.monotonic()
+        path = None
+        if name is not None and profile != "nsys":  # which writes itself
+            ending = ".pickle" if profile == "memory" else ".json.gz"
+            path = _free_path(Path(self._settings["folder"]), name, ending)
+        if profile == "nsys":
+            if (cuda := _initialised_cuda()) is not None:
+                cuda.profiler.stop()
+        elif profile == "memory":
+            cuda = _initialised_cuda()
+            if path is not None:
+                cuda.memory._dump_snapshot(str(path))
+            cuda.memory._record_memory_history(enabled=None)
+        else:
+            profile.stop()
+            if path is not None:
+                profile.export_chrome_trace(str(path))
+        if path is None:
+            return
+        if path.exists():
+            self._files.append(TraceFile(str(path), path.stat().st_size, time.monotonic() - begin))
+        else:
+            logger.warning("the trace %s could not be written: see whether its disk is full. Training goes on.", path)
+
+    def _count(self, module: Any, inputs: Any) -> None:
+        import torch
+
+        if torch.compiler.is_compiling():
+            return
+        self._calls += 1
+        if self._calls == self._settings["max_module_calls"] + 1:
+            self._pause(True)
+
+    def _pause(self, wanted: bool) -> None:
+        """Keep spans and operators of this thread, and kernels of its devices, out of the trace, or in it again."""
+        if self._hook is None:
+            return
+        torch = sys.modules["torch"]
+        torch._C._autograd._enable_record_function(not wanted)
+        kinds = {torch.profiler.ProfilerActivity.CUDA} & set(self._profile.activities)
+        if kinds and self._is_paused != wanted:
+            self._profile.toggle_collection_dynamic(not wanted, kinds)
+        self._is_paused = wanted
+
+
+@contextmanager
+def _span(name: str) -> Iterator[None]:
+    with sys.modules["torch"].profiler.record_function(name):
+        yield
+
+
+def _process_name(ranks: Mapping[str, int]) -> str:
+    """``actor_rollout+critic-rank1`` of the roles of a process and their ranks; the driver alone is ``driver``."""
+    names = sorted(name for name in ranks if name != DRIVER)
+    return f"{'+'.join(names)}-rank{ranks[names[0]]}" if names else DRIVER
+
+
+def _free_path(folder: Path, name: str, ending: str) -> Path:
+    """A path below ``folder`` that no file has: the second call of a step gets a number."""
+    folder.mkdir(parents=True, exist_ok=True)
+    numbered = (folder / f"{name}{'' if number == 1 else f'-{number}'}{ending}" for number in range(1, 10_000))
+    return next(path for path in numbered if not path.exists())
+
+
+process_trace = ProcessTrace()
+"""Of this process: torch.profiler and CUDA have one state a process."""
 
 
 def log_gpu_memory_usage(

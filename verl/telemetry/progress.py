@@ -10,22 +10,26 @@ import os
 import re
 import shlex
 import sys
+import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, TextIO, TypeVar
 
-from verl.telemetry.run_record import log_only, print_through, shell_word, terminal
+from verl.telemetry.run_record import log_only, print_through, program_of, shell_word, terminal
 
 # label, the metrics that it may show (the first one present), format
 NUMBERS: tuple[tuple[str, tuple[str, ...], str], ...] = (
     ("reward", ("critic/score/mean", "critic/rewards/mean"), "{:.3f}"),
+    ("loss", ("train/loss",), "{:.4f}"),
+    ("accuracy", ("train/preference_accuracy",), "{:.2f}"),
     ("length", ("response_length/mean",), "{:.1f}"),
     ("kl", ("actor/kl_loss", "actor/reward_kl_penalty"), "{:.4f}"),
     ("entropy", ("actor/entropy",), "{:.2f}"),
-    ("grad", ("actor/grad_norm", "critic/grad_norm"), "{:.2f}"),
+    ("grad", ("actor/grad_norm", "critic/grad_norm", "train/grad_norm"), "{:.2f}"),
     ("tok/s", ("perf/throughput",), "{:.0f}"),
     ("s/step", ("perf/time_per_step",), "{:.1f}"),
 )
@@ -35,6 +39,24 @@ CORE_METRIC = re.compile(
 SUCCESS = re.compile(r"^(?P<split>val-)?(?:env|agent)/(?P<source>.+)/success$")
 """Share of the episodes of an environment, or of an agent loop, that solved their task."""
 STEPS_FOR_ETA = 10
+Item = TypeVar("Item")
+PHASES = {
+    "gen": "generating",
+    "gen_max": "generating greedily",
+    "reward": "scoring",
+    "old_log_prob": "log-probs of the policy",
+    "ref": "log-probs of the reference",
+    "teacher": "log-probs of the teacher",
+    "values": "values of the critic",
+    "update_critic": "updating the critic",
+    "update_actor": "updating the actor",
+    "update_model": "updating the model",
+    "testing": "validating",
+    "save_checkpoint": "saving a checkpoint",
+}
+"""Part of a step, as ``timing_s`` names it -> what is shown of it while it lasts."""
+PHASE_S = 60.0
+"""Seconds of one part of a step between two lines about it where there is no terminal."""
 DISPENSABLE = ("tok/s", "grad", "s/step", "length", "entropy", "kl", "success")
 """Labels that go first where a terminal is narrow, in this order."""
 BAR_WIDTHS = {130: 20, 60: 8}
@@ -53,7 +75,7 @@ def format_duration(seconds: float) -> str:
     return f"{hours} h {minutes:02d} min"
 
 
-def format_numbers(metrics: Mapping[str, Any], width: int | None = None) -> str:
+def format_numbers(metrics: Mapping[str, Any], width: int | None = None, unit: str = "step") -> str:
     """The numbers that matter, of those present: ``reward 0.312  length 6.2  kl 0.0001 ...``.
 
     Args:
@@ -63,7 +85,7 @@ def format_numbers(metrics: Mapping[str, Any], width: int | None = None) -> str:
     for label, names, form in NUMBERS:
         name = next((name for name in names if name in metrics), None)
         if name is not None:
-            parts[label] = f"{label} {form.format(float(metrics[name]))}"
+            parts[label] = f"{label.replace('step', unit)} {form.format(float(metrics[name]))}"
         if label == "reward" and (shares := _successes(metrics)):
             parts["success"] = f"success {sum(shares) / len(shares):.3f}"  # environments count alike
     for label in DISPENSABLE:
@@ -80,11 +102,14 @@ def _successes(metrics: Mapping[str, Any]) -> list[float]:
 def core_metrics(metrics: Mapping[str, Any]) -> dict[tuple[str, str], float]:
     """The ``val-core`` metrics as (data source, name) -> value; a name is e.g. ``reward mean@1``.
 
-    Of episodes also (environment, ``success``).
+    Of episodes also (environment, ``success``), of training on examples (``val``, ``loss``), and on preference pairs
+    (``val``, ``accuracy``).
     """
     found = {}
     for name, value in metrics.items():
         match = CORE_METRIC.match(name)
+        if name in ("val/loss", "val/preference_accuracy"):
+            found["val", name.rpartition("/")[2].removeprefix("preference_")] = float(value)
         if (solved := SUCCESS.match(name)) and solved["split"]:
             found[solved["source"], "success"] = float(value)
         if match:
@@ -100,21 +125,31 @@ class Progress:
         enabled: False shows nothing (``say`` still prints).
         stream: where to; default standard output.
         is_terminal: draw a bar; default: whether ``stream`` is a terminal.
+        unit: what is counted.
     """
 
     def __init__(
-        self, total: int, enabled: bool = True, stream: TextIO | None = None, is_terminal: bool | None = None
+        self,
+        total: int,
+        enabled: bool = True,
+        stream: TextIO | None = None,
+        is_terminal: bool | None = None,
+        unit: str = "step",
     ) -> None:
-        self.total = total
+        self.total, self.unit = total, unit
         self.enabled = enabled
         self.stream = stream
         self.bar: Any = None
         self.last_time = time.monotonic()
         self.step_times: deque[float] = deque(maxlen=STEPS_FOR_ETA)
+        self._phases: list[tuple[str, float]] = []
+        self._finished = threading.Event()
         if is_terminal is None:
             is_terminal = (stream or sys.stdout).isatty()
         if enabled and is_terminal:
-            self.bar, self.task, self.taken, self._restore_printing = _make_bar(total, stream)
+            self.bar, self.task, self.taken, self._restore_printing = _make_bar(total, stream, unit, self.phase_text)
+        elif enabled:
+            threading.Thread(target=self._say_phases, name="progress", daemon=True).start()
 
     def update(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Step ``step`` is done and has these metrics."""
@@ -126,10 +161,11 @@ class Progress:
         left = self.seconds_left(step)
         if self.bar is not None:
             eta = f"  eta {format_duration(left)}"
-            numbers = format_numbers(metrics, self.bar.console.width - self.taken - len(eta))
+            width = self.bar.console.width - self.taken - len(eta)
+            numbers = format_numbers(metrics, width, self.unit)
             self.bar.update(self.task, completed=step, numbers=numbers + eta)
-        width = len(str(self.total))
-        line = f"step {step:>{width}}/{self.total}  {format_numbers(metrics)}  eta {format_duration(left)}"
+        width, numbers = len(str(self.total)), format_numbers(metrics, unit=self.unit)
+        line = f"{self.unit} {step:>{width}}/{self.total}  {numbers}  eta {format_duration(left)}"
         if self.bar is None:
             self.say(line)
         else:
@@ -148,6 +184,33 @@ class Progress:
             for (source, name), value in core_metrics(metrics).items():
                 self.say(f"validation at step {step}: {source} {name} {value:.3f}")
 
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Show, while the block lasts and once that is long, which part of a step it is."""
+        phase = (PHASES.get(name, ""), time.monotonic())
+        if phase[0]:
+            self._phases.append(phase)
+        try:
+            yield
+        finally:
+            if phase[0]:
+                self._phases.remove(phase)
+
+    def phase_text(self) -> str:
+        """The part of a step that has lasted two seconds or longer, and how long; empty if there is none."""
+        what, start = next(iter(self._phases[-1:]), ("", 0.0))
+        seconds = time.monotonic() - start
+        return f"{what} {format_duration(seconds)}" if what and seconds >= SILENT_S else ""
+
+    def _say_phases(self) -> None:
+        said: dict[tuple[str, float], float] = {}
+        while not self._finished.wait(1.0):
+            for what, start in self._phases[-1:]:
+                seconds = time.monotonic() - start
+                if seconds - said.get((what, start), 0.0) >= PHASE_S:
+                    said = {(what, start): seconds}
+                    self.say(f"{what} for {format_duration(seconds)}")
+
     def say(self, text: str) -> None:
         """Print a line above the bar."""
         if self.bar is not None:
@@ -158,6 +221,7 @@ class Progress:
 
     def finish(self) -> None:
         """Take the bar down, leaving its last state on the screen; calling it again does nothing."""
+        self._finished.set()
         if self.bar is not None:
             self.bar.stop()
             self._restore_printing()
@@ -170,15 +234,22 @@ class Progress:
         self.finish()
 
 
-def _make_bar(total: int, stream: TextIO | None) -> tuple[Any, Any, int, Callable[[], None]]:
+def _make_bar(
+    total: int, stream: TextIO | None, unit: str, phase_text: Callable[[], str]
+) -> tuple[Any, Any, int, Callable[[], None]]:
     """A started bar, its task, the columns that are not for numbers, and what to call when it is taken down.
 
     Very narrow terminals get the numbers alone. What is printed meanwhile stands above the bar, and in the run's log.
     """
     from rich.console import Console
     from rich.file_proxy import FileProxy
-    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
+    from rich.progress import BarColumn, MofNCompleteColumn, ProgressColumn, TextColumn
     from rich.progress import Progress as RichProgress
+    from rich.text import Text
+
+    class Phase(ProgressColumn):
+        def render(self, task: Any) -> Text:
+            return Text(phase_text(), style="dim", no_wrap=True, overflow="ellipsis")
 
     below = terminal() if stream is None else None
     console = Console(file=stream, force_terminal=True) if stream is not None else Console(file=below)
@@ -186,7 +257,7 @@ def _make_bar(total: int, stream: TextIO | None) -> tuple[Any, Any, int, Callabl
     bar_column = [BarColumn(bar_width=bar_width)] if bar_width else []
     numbers = TextColumn("{task.fields[numbers]}")
     bar = RichProgress(
-        *(TextColumn("step"), MofNCompleteColumn(), *bar_column, numbers),
+        *(TextColumn(unit), MofNCompleteColumn(), *bar_column, numbers, Phase()),
         console=console,
         redirect_stdout=below is None,
         redirect_stderr=below is None,
@@ -194,7 +265,47 @@ def _make_bar(total: int, stream: TextIO | None) -> tuple[Any, Any, int, Callabl
     task = bar.add_task("train", total=total, numbers="starting")
     bar.start()
     restore = print_through(lambda stream: FileProxy(console, stream))
-    return bar, task, len(f"step {total}/{total} ") + (bar_width + 1) * len(bar_column), restore
+    return bar, task, len(f"{unit} {total}/{total} ") + (bar_width + 1) * len(bar_column), restore
+
+
+SILENT_S, LINE_S = 2.0, 15.0
+"""Seconds of work of which nothing is said, and between two lines where there is no terminal."""
+
+
+def watched(
+    items: Iterable[Item],
+    what: str,
+    total: int | None = None,
+    count: Callable[[Item], int] = lambda item: 1,
+    stream: TextIO | None = None,
+) -> Iterator[Item]:
+    """Yield ``items``, and say how many of them are done once that takes longer than two seconds.
+
+    On a terminal one line is written over; elsewhere there is a line now and then. A last one says how long it took.
+
+    Args:
+        what: noun in the plural, ``prompts read``.
+        total: how many there are, if that is known.
+        count: how many an item stands for.
+        stream: where to; default standard error.
+    """
+    stream = stream or sys.stderr
+    start = last = time.monotonic()
+    done, is_shown, over = 0, False, stream.isatty()
+    of = "" if total is None else f"/{total:,}"
+    try:
+        for item in items:
+            yield item
+            done, now = done + count(item), time.monotonic()
+            if now - start > SILENT_S and (not is_shown or now - last > (0.2 if over else LINE_S)):
+                left = "" if not total else f", {format_duration((now - start) * (total - done) / done)} left"
+                line = f"{what} {done:,}{of}{left}"
+                print(f"\r\x1b[K{line}" if over else line, end="" if over else "\n", file=stream, flush=True)
+                is_shown, last = True, now
+    finally:
+        if is_shown:
+            end = f"{what} {done:,}{of} in {format_duration(time.monotonic() - start)}"
+            print(f"\r\x1b[K{end}" if over else end, file=stream, flush=True)
 
 
 # -- the closing summary ----------------------------------------------------------------------------------------------
@@ -213,7 +324,7 @@ class RunSummary:
     places: Mapping[str, str | Path | None] = field(default_factory=dict)
     """Paths by what they hold, e.g. ``{"checkpoint": "runs/add1/global_step_25"}``; None is left out."""
     overrides: Sequence[str] = ()
-    """The command line after ``main_ppo``, from which the commands to go on are made."""
+    """The command line after the program, from which the commands to go on are made."""
     device: str = "cpu"
     """``trainer.device`` of this run."""
     can_resume: bool = True
@@ -239,11 +350,12 @@ def set_overrides(overrides: Sequence[str], new: Mapping[str, Any]) -> list[str]
 
 
 def command_line(overrides: Sequence[str], width: int = 100) -> str:
-    """A main_ppo command as it can be pasted into a shell, broken into lines of about ``width`` characters.
+    """A training command as it can be pasted into a shell, broken into lines of about ``width`` characters.
 
     Secrets among the options are taken from variables of the shell.
     """
-    return _wrapped([f"{_this_python()} -m verl.trainer.main_ppo", *map(shell_word, overrides)], width)
+    module, words = program_of(overrides)
+    return _wrapped([f"{_this_python()} -m {module}", *map(shell_word, words)], width)
 
 
 def _wrapped(words: Sequence[str], width: int = 100) -> str:
@@ -279,6 +391,9 @@ def format_summary(summary: RunSummary, script: Path | None = None) -> str:
         lines += ["", *(f"{label:<{width}}  {_shown(path)}" for label, path in places.items())]
     if command := _trajectories_command(summary):
         lines += ["", "To see what the policy did:", f"  {command}"]
+    if (log := summary.places.get("log")) is not None:
+        folder = shlex.quote(_shown(Path(log).parent))
+        lines += ["", "To see curves and samples in a browser:", f"  {_this_python()} -m verl view {folder}"]
     if summary.can_resume and summary.overrides:
         command = command_line(resume_overrides(summary)) if script is None else f"bash {shlex.quote(_shown(script))}"
         lines += ["", f"To train on from the checkpoint, up to step {2 * summary.steps}:", f"  {command}"]

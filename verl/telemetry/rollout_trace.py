@@ -10,12 +10,12 @@ from __future__ import annotations
 import functools
 import inspect
 import json
-import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from verl.utils.distribution import install_command
+from verl.utils.fs import write_atomic
 from verl.utils.process import warn_once
 
 Record = Mapping[str, Any]
@@ -49,10 +49,8 @@ class FileTrace(Trace):
     def log(self, step: int, records: Sequence[Record]) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
         path = self.folder / f"{step}.jsonl"
-        part = path.with_suffix(".part")
-        with open(part, "w", encoding="utf-8") as file:
-            file.writelines(json.dumps(dict(record), ensure_ascii=False) + "\n" for record in records)
-        os.replace(part, path)
+        text = "".join(json.dumps(dict(record), ensure_ascii=False) + "\n" for record in records)
+        write_atomic(path, lambda part: part.write_text(text, encoding="utf-8"))
 
 
 class MlflowTrace(Trace):

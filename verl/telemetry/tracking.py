@@ -1,32 +1,43 @@
-"""Metric trackers: console, TensorBoard, Weights & Biases, a JSONL file, or a backend of your own.
+"""Metric trackers: the console, a JSONL file, services of others (`verl.telemetry.trackers`), or one of your own.
 
-Names are ``trainer.logger``. Knows numbers and steps, not what they mean. A backend's package is imported when the
-backend is chosen and not before.
+Names are ``trainer.logger``. Knows numbers and steps, not what they mean. What may be slow or fail, everything but the
+console and the file, is called in a thread of its own: it neither stops nor slows a run.
 """
 
 from __future__ import annotations
 
+import atexit
 import difflib
 import importlib
 import json
 import math
-import netrc
 import numbers
 import os
+import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial, partialmethod
 from pathlib import Path
-from typing import Any, TextIO
-from urllib.parse import urlparse
+from typing import Any
 
 from verl.compat import NotBuilt
-from verl.telemetry.run_record import mask
+from verl.telemetry.delivery import Delivery
+from verl.telemetry.run_record import METRICS, mask, mask_text
 from verl.utils.process import get_logger, warn_once
 
 logger = get_logger(__name__)
 
 
 class Backend:
-    """One backend of metrics. A subclass defines ``log``; the rest is optional."""
+    """One backend of metrics. A subclass defines ``log``; the rest is optional.
+
+    All methods are called in one thread, which is not the main one unless ``is_local``.
+    """
+
+    is_local = False
+    """Whether it only prints or writes to the disk: then it is called at once, by whoever logs."""
+
+    failed = False
+    """Whether an error ended the run; set before ``finish``."""
 
     def __init__(self, project_name: str, experiment_name: str, config: Mapping[str, Any], **kwargs: Any) -> None:
         """Open it. ``kwargs`` are ``trainer.tracker_kwargs.<name>``."""
@@ -36,6 +47,7 @@ class Backend:
         """Raise ImportError if a package it needs is missing; called before anything slow is started."""
 
     def log(self, data: Mapping[str, Any], step: int) -> None:
+        """Record the metrics of a step. An exception is reported once, and the run goes on."""
         raise NotImplementedError(f"{type(self).__name__} must define log(data, step)")
 
     def log_generations(self, samples: Sequence[Sequence[Any]], step: int) -> None:
@@ -66,11 +78,13 @@ def check_backends(names: str | Sequence[str]) -> None:
     Raises:
         ValueError, ImportError: as ``Tracking`` would.
     """
-    for name in [names] if isinstance(names, str) else names:
+    for name in _as_list(names):
         getattr(_get_backend(name), "check", lambda: None)()
 
 
 def known_backends() -> list[str]:
+    from verl.telemetry import trackers  # noqa: F401  (registers them)
+
     return sorted(_BACKENDS)
 
 
@@ -78,18 +92,19 @@ def _get_backend(name: str) -> BackendFactory:
     if name == "tracking":
         warn_once("trainer.logger: 'tracking' is the old name of 'wandb' and will go away; write wandb")
         name = "wandb"
-    if name not in _BACKENDS:
-        close = difflib.get_close_matches(name, _BACKENDS, n=1)
+    known = known_backends()
+    if name not in known:
+        close = difflib.get_close_matches(name, known, n=1)
         hint = f" Did you mean {close[0]!r}?" if close else ""
         raise ValueError(
-            f"trainer.logger={name!r} is not a known logger. Known: {', '.join(known_backends())}.{hint} "
+            f"trainer.logger={name!r} is not a known logger. Known: {', '.join(known)}.{hint} "
             "A logger of your own is made known with verl.telemetry.tracking.register_backend."
         )
     return _BACKENDS[name]
 
 
-def _import_for(option: str, module: str, package: str) -> Any:
-    """Import what ``option`` needs; if it is missing, raise with the option and the install command."""
+def import_for(option: str, module: str, package: str) -> Any:
+    """Import what logger ``option`` needs; if it is missing, raise with the option and the install command."""
     try:
         return importlib.import_module(module)
     except ImportError as error:
@@ -99,18 +114,28 @@ def _import_for(option: str, module: str, package: str) -> Any:
         ) from error
 
 
+OPENING_S = 20.0
+"""Seconds a run waits at its start for trackers to open; slower ones open while it goes on."""
+FAILED_S = 15.0
+"""Most seconds a run that an error ended gives its trackers."""
+
+
 class Tracking:
-    """Sends every step's metrics to all chosen loggers.
+    """Sends every step's metrics to all chosen loggers, without waiting for those of others.
 
     Args:
         project_name, experiment_name: name the run in every backend.
         default_backend: one name or several; see ``known_backends()``.
-        config: the run's options; stored by backends that show them. ``trainer.tracker_kwargs.<name>`` in it goes to
-            backend ``<name>``.
+        config: the run's options; stored by backends that show them, with secrets masked.
+            ``trainer.tracker_kwargs.<name>`` in it goes to backend ``<name>``.
+
+    Attributes:
+        logger: name -> backend, of those that are open.
 
     Raises:
         ValueError: unknown name.
         ImportError: a chosen backend's package is missing.
+        TypeError: one of ``tracker_kwargs`` is no argument of its backend.
     """
 
     def __init__(
@@ -120,40 +145,88 @@ class Tracking:
         default_backend: str | Sequence[str] = "console",
         config: Mapping[str, Any] | None = None,
     ) -> None:
-        names = [default_backend] if isinstance(default_backend, str) else list(default_backend)
+        names = _as_list(default_backend)
         config = config or {}
         options = dict(_section(config, "trainer", "tracker_kwargs"))
         factories = {name: _get_backend(name) for name in dict.fromkeys(names)}
         unused = sorted(set(options) - set(factories))
         if unused:
             warn_once(f"trainer.tracker_kwargs.{unused[0]} has no effect: {unused[0]} is not in trainer.logger={names}")
+        self.timeout = float(_section(config, "trainer").get("tracker_timeout", 60.0))
         self.logger: dict[str, Backend] = {}
+        self._deliveries: dict[str, Delivery] = {}
         for name, factory in factories.items():
-            self.logger[name] = factory(project_name, experiment_name, config, **dict(options.get(name) or {}))
+            getattr(factory, "check", lambda: None)()
+            kwargs = dict(options.get(name) or {})
+            open_tracker = partial(factory, project_name, experiment_name, config, **kwargs)
+            if getattr(factory, "is_local", False):
+                self.logger[name] = open_tracker()
+            else:
+                self._deliveries[name] = Delivery(name, open_tracker)
+        self._wait_until_open()
+        # after their own hooks for the end of the process, so that this one is called first
+        atexit.register(self.finish)
+
+    def _wait_until_open(self) -> None:
+        deadline = time.monotonic() + OPENING_S
+        for name, delivery in self._deliveries.items():
+            delivery.is_opened.wait(max(0.0, deadline - time.monotonic()))
+            if isinstance(delivery.error, (ImportError, TypeError)):
+                raise delivery.error  # a wrong setting, and nothing has been computed yet
+            if delivery.error is not None:
+                logger.warning(
+                    "trainer.logger=%s cannot be opened (%s: %s). The run goes on without it; `file` in trainer.logger "
+                    "keeps its metrics in the run's folder.",
+                    name, type(delivery.error).__name__, mask_text(str(delivery.error)),
+                )  # fmt: skip
+            elif delivery.backend is None:
+                logger.warning("trainer.logger=%s takes over %.0f s to open; the run goes on.", name, OPENING_S)
+            else:
+                self.logger[name] = delivery.backend
 
     def log(self, data: Mapping[str, Any], step: int, backend: str | Sequence[str] | None = None) -> None:
         """Send ``data`` to all backends, or to those named."""
-        chosen = None if backend is None else {backend} if isinstance(backend, str) else set(backend)
+        self._call("log", dict(data), step, backend)
+
+    def log_generations(
+        self, samples: Sequence[Sequence[Any]], step: int, backend: str | Sequence[str] | None = None
+    ) -> None:
+        """Show validation samples, each (input, output, score), in all backends, or in those named."""
+        self._call("log_generations", list(samples), step, backend)
+
+    def _call(self, method: str, content: Any, step: int, backend: str | Sequence[str] | None) -> None:
+        chosen = None if backend is None else {"wandb" if name == "tracking" else name for name in _as_list(backend)}
         for name, instance in self.logger.items():
+            if name not in self._deliveries and (chosen is None or name in chosen):
+                getattr(instance, method)(content, step)
+        for name, delivery in self._deliveries.items():
             if chosen is None or name in chosen:
-                instance.log(data, step)
+                delivery.put(method, content, step)
 
-    def log_generations(self, samples: Sequence[Sequence[Any]], step: int) -> None:
-        """Show validation samples, each (input, output, score), in all backends."""
-        for instance in self.logger.values():
-            instance.log_generations(samples, step)
+    def finish(self, failed: bool = False) -> None:
+        """Send what waits, and close all backends, within ``trainer.tracker_timeout``; again it does nothing.
 
-    def finish(self) -> None:
-        """Close all backends; calling it again does nothing."""
+        Args:
+            failed: whether an error ended the run; shown by backends that know it.
+        """
+        atexit.unregister(self.finish)
         backends, self.logger = self.logger, {}
-        for instance in backends.values():
-            instance.finish()
+        deliveries, self._deliveries = self._deliveries, {}
+        for name, instance in backends.items():
+            if name not in deliveries:
+                instance.failed = failed
+                instance.finish()
+        deadline = time.monotonic() + (min(self.timeout, FAILED_S) if failed else self.timeout)
+        for delivery in deliveries.values():
+            delivery.end(failed)
+        for delivery in deliveries.values():
+            delivery.wait(deadline)
 
     def __enter__(self) -> Tracking:
         return self
 
-    def __exit__(self, *exc_info: object) -> None:
-        self.finish()
+    def __exit__(self, kind: type[BaseException] | None, *exc_info: object) -> None:
+        self.finish(failed=kind is not None)
 
 
 class ValidationGenerationsLogger:
@@ -172,24 +245,32 @@ class ValidationGenerationsLogger:
 
     def log(self, loggers: str | Sequence[str], samples: Sequence[Sequence[Any]], step: int) -> None:
         """Show ``samples``, each (input, output, score), in the backends named by ``loggers``."""
-        for name in [loggers] if isinstance(loggers, str) else loggers:
-            if self.tracking is not None:
-                if name in self.tracking.logger:
-                    self.tracking.logger[name].log_generations(samples, step)
-            elif name in ("wandb", "tracking"):
-                _log_wandb_table(_import_for("wandb", "wandb", "wandb"), self, samples, step)
+        if self.tracking is not None:
+            self.tracking.log_generations(samples, step, loggers)
+            return
+        for name in _as_list(loggers):
+            if name in ("wandb", "tracking"):
+                self.log_generations_to_wandb(samples, step)
             elif name == "console":
-                _print_generations(samples, step)
+                print_generations(samples, step)
 
     def log_generations_to_wandb(self, samples: Sequence[Sequence[Any]], step: int, wandb: Any = None) -> None:
         """Add the samples to a table of W&B's running run."""
-        _log_wandb_table(wandb or _import_for("wandb", "wandb", "wandb"), self, samples, step)
+        from verl.telemetry.trackers import log_wandb_table
 
-    def log_generations_to_tensorboard(self, samples: Sequence[Sequence[Any]], step: int) -> None:
-        """Show the samples in the event files of ``TENSORBOARD_DIR``, or of this object's project and experiment."""
-        if not hasattr(self, "tensorboard"):
-            self.tensorboard = TensorboardBackend(self.project_name, self.experiment_name, {})
-        self.tensorboard.log_generations(samples, step)
+        log_wandb_table(wandb or import_for("wandb", "wandb", "wandb"), self, samples, step)
+
+    def _log_to(self, backend: str, samples: Sequence[Sequence[Any]], step: int) -> None:
+        """Show the samples in a backend that this object opens by its project and experiment, once."""
+        opened = self.__dict__.setdefault("opened", {})
+        if backend not in opened:
+            opened[backend] = _get_backend(backend)(self.project_name, self.experiment_name, {})
+        opened[backend].log_generations(samples, step)
+
+    log_generations_to_tensorboard = partialmethod(_log_to, "tensorboard")
+    log_generations_to_mlflow = partialmethod(_log_to, "mlflow")
+    log_generations_to_swanlab = partialmethod(_log_to, "swanlab")
+    log_generations_to_clearml = partialmethod(_log_to, "clearml")
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("log_generations_to_"):
@@ -207,7 +288,7 @@ def format_console_line(data: Mapping[str, Any], step: int) -> str:
     """``step:3 - actor/lr:2e-05 - ...``; what is not a number is left out."""
     parts = [f"step:{step}"]
     for name, value in data.items():
-        number = _as_number(value)
+        number = as_number(value)
         if number is not None:
             parts.append(f"{name}:{number!r}")
     return " - ".join(parts)
@@ -226,7 +307,7 @@ def format_console_block(data: Mapping[str, Any], step: int, width: int = 120) -
     Keys stand in full. Lines after the first are indented, so that each step has one line with ``step:``; few numbers
     need no other.
     """
-    texts = {name: f"{name}:{_rounded(number)}" for name in data if (number := _as_number(data[name])) is not None}
+    texts = {name: f"{name}:{_rounded(number)}" for name in data if (number := as_number(data[name])) is not None}
     whole = " - ".join([f"step:{step}", *texts.values()])
     if len(whole) <= width:
         return whole
@@ -259,6 +340,8 @@ class ConsoleBackend(Backend):
         format: ``block``: rounded, a line a group. ``line``: all on one line with all digits, as verl prints them.
     """
 
+    is_local = True
+
     def __init__(
         self, project_name: str, experiment_name: str, config: Mapping[str, Any], format: str = "block"
     ) -> None:
@@ -271,7 +354,7 @@ class ConsoleBackend(Backend):
         print(self.form(data, step), flush=True)
 
     def log_generations(self, samples: Sequence[Sequence[Any]], step: int) -> None:
-        _print_generations(samples, step)
+        print_generations(samples, step)
 
 
 @register_backend("file")
@@ -279,7 +362,10 @@ class FileBackend(Backend):
     """JSON lines: ``{"step": N, "data": {...}}``, appended, so that a resumed run goes on in the same file.
 
     Not-a-number and infinities become the strings "NaN", "Infinity" and "-Infinity", since JSON has no such numbers.
+    Lines that a full disk refuses are kept, and written before the next one.
     """
+
+    is_local = True
 
     def __init__(
         self,
@@ -290,101 +376,27 @@ class FileBackend(Backend):
     ) -> None:
         self.path = Path(path).expanduser() if path else metrics_file(project_name, experiment_name, config)
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        self.file: TextIO = open(self.path, "a", encoding="utf-8")
+        self.file = open(self.path, "ab", buffering=0)
+        self.unwritten = b""
 
     def log(self, data: Mapping[str, Any], step: int) -> None:
-        record = {"step": step, "data": {name: _json_value(value) for name, value in data.items()}}
-        self.file.write(json.dumps(record, ensure_ascii=False, allow_nan=False) + "\n")
-        self.file.flush()
+        self._write({"step": step, "data": {name: _json_value(value) for name, value in data.items()}})
 
     def log_generations(self, samples: Sequence[Sequence[Any]], step: int) -> None:
-        rows = [[_json_value(cell) for cell in sample] for sample in samples]
-        self.file.write(json.dumps({"step": step, "generations": rows}, ensure_ascii=False, allow_nan=False) + "\n")
-        self.file.flush()
+        self._write({"step": step, "generations": [[_json_value(cell) for cell in sample] for sample in samples]})
+
+    def _write(self, record: Mapping[str, Any]) -> None:
+        self.unwritten += (json.dumps(record, ensure_ascii=False, allow_nan=False) + "\n").encode("utf-8", "replace")
+        try:
+            while self.unwritten:
+                self.unwritten = self.unwritten[self.file.write(self.unwritten) :]
+        except OSError as error:
+            warn_once(f"trainer.logger=file: {self.path} cannot be written ({error}); its lines wait until it can")
 
     def finish(self) -> None:
         self.file.close()
-
-
-@register_backend("tensorboard")
-class TensorboardBackend(Backend):
-    """Event files in ``TENSORBOARD_DIR``, default ``tensorboard_log/{project}/{experiment}``."""
-
-    @classmethod
-    def check(cls) -> None:
-        _import_for("tensorboard", "tensorboard", "tensorboard")
-
-    def __init__(
-        self, project_name: str, experiment_name: str, config: Mapping[str, Any], log_dir: str | None = None
-    ) -> None:
-        self.check()
-        module = _import_for("tensorboard", "torch.utils.tensorboard", "tensorboard")
-        self.folder = log_dir or tensorboard_folder(project_name, experiment_name)
-        os.makedirs(self.folder, exist_ok=True)
-        self.writer = module.SummaryWriter(self.folder)
-
-    def log(self, data: Mapping[str, Any], step: int) -> None:
-        for name, value in data.items():
-            number = _as_number(value)
-            if number is not None:
-                self.writer.add_scalar(name, number, step)
-        self.writer.flush()  # a killed run keeps what it logged
-
-    def log_generations(self, samples: Sequence[Sequence[Any]], step: int) -> None:
-        for i, (prompt, response, score) in enumerate(samples):
-            text = f"**input**\n\n{prompt}\n\n**output**\n\n{response}\n\n**score** {score}"
-            self.writer.add_text(f"val/generations/{i}", text, step)
-        self.writer.flush()
-
-    def finish(self) -> None:
-        self.writer.close()
-
-
-@register_backend("wandb")
-class WandbBackend(Backend):
-    """Weights & Biases. Offline when ``WANDB_MODE`` says so, when no API key is set up, or when it cannot be reached.
-
-    Offline runs lie under ``wandb/`` and are sent later with ``wandb sync``.
-    """
-
-    @classmethod
-    def check(cls) -> None:
-        _import_for("wandb", "wandb", "wandb")
-
-    def __init__(self, project_name: str, experiment_name: str, config: Mapping[str, Any], **kwargs: Any) -> None:
-        self.wandb = _import_for("wandb", "wandb", "wandb")
-        options: dict[str, Any] = {"project": project_name, "name": experiment_name, "config": _plain_dict(config)}
-        proxy = _section(config, "trainer").get("wandb_proxy")
-        if proxy:
-            options["settings"] = self.wandb.Settings(https_proxy=proxy)
-        if "WANDB_ENTITY" in os.environ:
-            options["entity"] = os.environ["WANDB_ENTITY"]
-        options.update(kwargs)
-        if "mode" not in options and not os.environ.get("WANDB_MODE") and not wandb_has_key():
-            warn_once(
-                "wandb: no API key is configured, so this run is logged offline under ./wandb (send it later with "
-                "`wandb sync`). Run `wandb login` or set WANDB_API_KEY to log online; WANDB_MODE=offline says it is "
-                "meant, and trainer.logger=[console] leaves wandb out."
-            )
-            options["mode"] = "offline"
-        self.run = self._start(options)
-        self.table_rows: list[list[Any]] = []
-
-    def _start(self, options: dict[str, Any]) -> Any:
-        try:
-            return self.wandb.init(**options)
-        except self.wandb.errors.CommError as error:
-            warn_once(f"wandb cannot be reached ({error}); this run is logged offline under ./wandb")
-            return self.wandb.init(**{**options, "mode": "offline"})
-
-    def log(self, data: Mapping[str, Any], step: int) -> None:
-        self.run.log(dict(data), step=step)
-
-    def log_generations(self, samples: Sequence[Sequence[Any]], step: int) -> None:
-        _log_wandb_table(self.wandb, self, samples, step)
-
-    def finish(self) -> None:
-        self.run.finish(exit_code=0)
+        if count := self.unwritten.count(b"\n"):
+            logger.warning("trainer.logger=file: %d lines could not be written to %s.", count, self.path)
 
 
 # -- addresses --------------------------------------------------------------------------------------------------------
@@ -403,37 +415,18 @@ def metrics_file(project_name: str, experiment_name: str, config: Mapping[str, A
     keys = _section(config or {}, "trainer")
     folder = keys.get("log_dir") or keys.get("default_local_dir")
     if folder and not root:
-        return Path(folder).expanduser() / "metrics.jsonl"
+        return Path(folder).expanduser() / METRICS
     return Path(root or ".").expanduser() / project_name / f"{experiment_name}.jsonl"
-
-
-def tensorboard_folder(project_name: str, experiment_name: str) -> str:
-    """Return the folder that the ``tensorboard`` logger writes to: ``TENSORBOARD_DIR``, else a folder of the run."""
-    return os.environ.get("TENSORBOARD_DIR") or f"tensorboard_log/{project_name}/{experiment_name}"
-
-
-def wandb_has_key() -> bool:
-    """Whether W&B could log in: a key in the environment, or an entry for its host in the netrc file."""
-    if os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_IDENTITY_TOKEN_FILE"):
-        return True
-    host = urlparse(os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")).hostname or ""
-    candidates = [os.environ["NETRC"]] if "NETRC" in os.environ else ["~/.netrc", "~/_netrc"]
-    for candidate in candidates:
-        path = os.path.expanduser(candidate)
-        if not os.path.exists(path):
-            continue
-        try:
-            if netrc.netrc(path).authenticators(host):
-                return True
-        except (netrc.NetrcParseError, OSError) as error:
-            warn_once(f"wandb: {path} cannot be read ({error}); going on as if it held no key")
-    return False
 
 
 # -- values -----------------------------------------------------------------------------------------------------------
 
 
-def _as_number(value: Any) -> int | float | None:
+def _as_list(names: str | Sequence[str]) -> list[str]:
+    return [names] if isinstance(names, str) else list(names)
+
+
+def as_number(value: Any) -> int | float | None:
     """A Python number, from numpy and torch scalars too; None for anything else."""
     if isinstance(value, bool):
         return int(value)
@@ -447,7 +440,7 @@ def _as_number(value: Any) -> int | float | None:
 
 
 def _json_value(value: Any) -> Any:
-    number = _as_number(value)
+    number = as_number(value)
     if number is not None:
         if isinstance(number, float) and not math.isfinite(number):
             return "NaN" if math.isnan(number) else "Infinity" if number > 0 else "-Infinity"
@@ -471,22 +464,11 @@ def _section(config: Mapping[str, Any], *names: str) -> Mapping[str, Any]:
     return node
 
 
-def _plain_dict(config: Mapping[str, Any]) -> dict[str, Any]:
+def plain_config(config: Mapping[str, Any]) -> dict[str, Any]:
     """The options as plain values, secrets masked: who may read a run there need not be its user."""
     return mask(config.to_dict() if hasattr(config, "to_dict") else config)
 
 
-def _print_generations(samples: Sequence[Sequence[Any]], step: int) -> None:
+def print_generations(samples: Sequence[Sequence[Any]], step: int) -> None:
     for prompt, response, score in samples:
         print(f"[validation, step {step}]\n[prompt] {prompt}\n[response] {response}\n[score] {score}", flush=True)
-
-
-def _log_wandb_table(wandb: Any, holder: Any, samples: Sequence[Sequence[Any]], step: int) -> None:
-    """Add one row (all samples of this step) to the table ``val/generations``."""
-    rows = holder.__dict__.setdefault("table_rows", [])
-    rows.append([step, *(cell for sample in samples for cell in sample)])
-    columns = ["step"]
-    for i in range(max((len(row) - 1) // 3 for row in rows)):
-        columns += [f"input_{i + 1}", f"output_{i + 1}", f"score_{i + 1}"]
-    padded = [row + [None] * (len(columns) - len(row)) for row in rows]
-    wandb.log({"val/generations": wandb.Table(columns=columns, data=padded)}, step=step)

@@ -45,6 +45,8 @@ class Turn:
     state: Any = None
     log_prob: float | None = None
     """Mean over its tokens."""
+    row: int = 0
+    """The training row that ``span`` counts in, among those of its trajectory."""
 
 
 @dataclass
@@ -67,6 +69,23 @@ class Trajectory:
     metadata: dict[str, Any] = field(default_factory=dict)
     """Status, tag, ground truth, what the reward function returned, ..."""
     tool_calls: list[dict[str, Any]] = field(default_factory=list)
+    tokens: list[dict[str, list]] = field(default_factory=list)
+    """Of each training row the columns of its response tokens, of `TOKEN_COLUMNS`; empty where they were not kept."""
+
+    @property
+    def advantage(self) -> float:
+        """Mean over its tokens; NaN where it is not known."""
+        value = self.metadata.get("advantage")
+        return float(value) if isinstance(value, int | float) else math.nan
+
+    @property
+    def num_tokens(self) -> int | None:
+        """Tokens of the response, as far as the line says."""
+        length = self.metadata.get("response_length")
+        if isinstance(length, int):
+            return length
+        ends = [turn.span[1] for turn in self.turns if turn.span is not None]
+        return max(ends, default=None)
 
     @property
     def tag(self) -> str:
@@ -172,7 +191,7 @@ def parse(line: bytes | str, file: Path, number: int) -> Trajectory:
         raise ValueError("none of the keys output, response_ids and turns: not a line of samples")
     turns = _turns(row)
     shown = {"step", "uid", "score", "input", "output", "prompt", "response", "turns", "seconds", "tool_calls", "rows"}
-    shown |= {"prompt_ids", "response_ids", "response_mask", "response_logprobs", "versions"}
+    shown |= {"prompt_ids", "response_ids", "response_mask", "response_logprobs", "versions", "tokens"}
     metadata = {key: row[key] for key in _SHOWN if row.get(key) not in (None, "")}
     metadata |= {key: value for key, value in row.items() if key not in shown and value not in (None, "")}
     calls = _checked(row, "tool_calls", list) or []
@@ -191,7 +210,34 @@ def parse(line: bytes | str, file: Path, number: int) -> Trajectory:
         seconds=_number(row, "seconds"),
         metadata=metadata,
         tool_calls=calls,
+        tokens=_tokens(row),
     )
+
+
+TOKEN_COLUMNS = ("text", "ids", "log_probs", "rollout_log_probs", "advantages", "mask")
+"""Columns of the tokens of a response: text or ids, the trainer's and the rollout engine's log-probs, advantages, and
+1 for what the policy sampled. A line has those that its run knew."""
+
+_OF_TRACES = {"response_ids": "ids", "response_logprobs": "rollout_log_probs", "response_mask": "mask"}
+
+
+def _tokens(row: Mapping[str, Any]) -> list[dict[str, list]]:
+    """Return the token columns of each training row of a line, those of a trace too; columns of one length only."""
+    found = []
+    for part in _checked(row, "rows", list) or [row]:
+        own = part.get("tokens") if isinstance(part, dict) else None
+        if own is None and isinstance(part, dict):
+            own = {name: part[key] for key, name in _OF_TRACES.items() if key in part}
+        if not isinstance(own, dict):
+            raise ValueError(f"tokens is {type(own).__name__}, not dict")
+        columns = {name: own[name] for name in TOKEN_COLUMNS if isinstance(own.get(name), list)}
+        if not columns.keys() & {"text", "ids"}:
+            columns = {}
+        length = len(next(iter(columns.values()), ()))
+        if any(len(values) != length for values in columns.values()):
+            raise ValueError(f"tokens has columns of different lengths: {[len(values) for values in columns.values()]}")
+        found.append(columns)
+    return found if any(found) else []
 
 
 def _prompt(row: Mapping[str, Any]) -> str | None:
@@ -225,6 +271,7 @@ def _turns(row: Mapping[str, Any]) -> list[Turn]:
             seconds=_number(entry, "seconds"),
             state=entry.get("state"),
         )
+        turn.row = entry["row"] if isinstance(entry.get("row"), int) else 0
         turn.log_prob = _mean_log_prob(row, entry, turn)
         turns.append(turn)
     return turns

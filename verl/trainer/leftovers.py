@@ -22,10 +22,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from verl.trainer.run_folder import LOCK
+import psutil
 
-RUN_VARIABLE = "VERL_RUN_FOLDER"
-"""Environment variable of all processes of a run: its folder."""
+from verl.telemetry.memory import process_state
+from verl.telemetry.run_record import LOCK
+from verl.trainer.run_folder import RUN_VARIABLE
 
 _TEMPORARY = ("verl-code-", "verl-agent-", "verl-sglang-")
 _SEGMENTS = ("psm_", "torch_", "sem.mp-", "nccl-", "sglang", "vllm")
@@ -68,10 +69,7 @@ class _Process:
 
 def _processes() -> list[_Process]:
     """Processes of this user, without this one and those it stems from."""
-    own, pid = set(), os.getpid()
-    while pid > 1:
-        own.add(pid)
-        pid = int(_read(f"/proc/{pid}/stat").rpartition(b")")[2].split()[1] or 0)
+    own = {os.getpid(), *(parent.pid for parent in psutil.Process().parents())}
     return [found for name in filter(str.isdigit, os.listdir("/proc")) if (found := _process(int(name), own))]
 
 
@@ -80,10 +78,10 @@ def _process(pid: int, own: set[int]) -> _Process | None:
     try:
         if pid in own or os.stat(root).st_uid != os.getuid():
             return None
-        if _read(f"{root}/stat").rpartition(b")")[2].split()[0] == b"Z":
+        if process_state(pid) in (None, "Z"):
             return None
         links = [f"{root}/cwd", *(f"{root}/fd/{name}" for name in os.listdir(f"{root}/fd"))]
-    except (OSError, IndexError):  # it has ended
+    except OSError:  # it has ended
         return None
     files = set()
     for link in links:
@@ -235,8 +233,7 @@ def remove(leftovers: Sequence[Leftover]) -> list[Leftover]:
 
 
 def _is_running(pid: int) -> bool:
-    fields = _read(f"/proc/{pid}/stat").rpartition(b")")[2].split()
-    return bool(fields) and fields[0] != b"Z"
+    return process_state(pid) not in (None, "Z")
 
 
 def main(words: Sequence[str]) -> int:

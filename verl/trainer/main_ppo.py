@@ -6,9 +6,10 @@ key costs a fraction of a second.
 
 from __future__ import annotations
 
+import pkgutil
 import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from verl.compat import missing
 from verl.preflight.command import asks_for_a_run, run_or_examine
@@ -18,9 +19,29 @@ from verl.version import __version__
 
 if TYPE_CHECKING:
     from verl.config.ppo import PPOConfig
+    from verl.trainer.ppo.job import PPOJob
 
 
-def run_ppo(config: PPOConfig | Any, task_runner_class: Any = None, command_line: Sequence[str] | None = None) -> None:
+class Recipe(NamedTuple):
+    """A variation of the main job, as a module of its own starts it."""
+
+    program: str
+    """The module, ``recipe.dapo.main_dapo``: what the commands that a run leaves behind start."""
+    config_path: str
+    """Folder of the YAML file that it starts from."""
+    config_name: str
+    job: str = "verl.trainer.ppo.job:PPOJob"
+    """``module:class``, a `PPOJob` with another trainer or workers; imported once the configuration is checked."""
+    root: type[PPOConfig] | None = None
+    """Class of the tree, where the recipe has options of its own."""
+
+
+def run_ppo(
+    config: PPOConfig | Any,
+    task_runner_class: Any = None,
+    command_line: Sequence[str] | None = None,
+    job: str = "verl.trainer.ppo.job:PPOJob",
+) -> None:
     """Train as ``config`` says, in this process as the driver; returns when the run is complete.
 
     An application with an ``@hydra.main`` of its own may pass what hydra gave it; a warning names keys of its own. What
@@ -29,7 +50,9 @@ def run_ppo(config: PPOConfig | Any, task_runner_class: Any = None, command_line
     Args:
         task_runner_class: a ``TaskRunner`` of the application's, whose ``run(config)`` trains; wrapped by
             ``ray.remote`` it does so in an actor.
-        command_line: the words after ``main_ppo`` that ``config`` came from. None: it was made in Python.
+        command_line: the words after ``main_ppo`` that ``config`` came from; a first one ``-m MODULE`` names another
+            program. None: it was made in Python.
+        job: ``module:class``, the `PPOJob` to run.
     """
     from verl.utils.config import adopt_config, typed_config
 
@@ -42,12 +65,12 @@ def run_ppo(config: PPOConfig | Any, task_runner_class: Any = None, command_line
     if typed_config(tree).trainer.max_restarts:
         from verl.trainer.restarts import run_with_restarts
 
-        run_with_restarts(tree, lambda tree: _run_once(tree, command_line))
+        run_with_restarts(tree, lambda tree: _run_once(tree, command_line, job))
     else:
-        _run_once(tree, command_line)
+        _run_once(tree, command_line, job)
 
 
-def _run_once(tree: Any, command_line: Sequence[str] | None) -> None:
+def _run_once(tree: Any, command_line: Sequence[str] | None, job_class: str) -> None:
     """Train as ``tree`` says, typed or as a script composed it."""
     from verl.trainer.run_folder import recorded_run
     from verl.utils.config import typed_config
@@ -58,9 +81,9 @@ def _run_once(tree: Any, command_line: Sequence[str] | None) -> None:
         if config.trainer.progress_bar:
             print("loading torch and transformers", flush=True)
         with no_collection():
-            from verl.trainer.ppo.job import PPOJob
+            cls: type[PPOJob] = pkgutil.resolve_name(job_class)
 
-        job = PPOJob(config, command_line=command_line)
+        job = cls(config, command_line=command_line)
         # as the application gave it: classes of its own may read sections that the typed tree has not
         job.script_config = tree
         job.run()
@@ -94,16 +117,22 @@ def create_rl_sampler(data_config: Any, dataset: Any) -> Any:
     return build_sampler(data_config, dataset)
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Run ``key=value ...``; None: the words of this process."""
+def main(arguments: Sequence[str] | None = None, recipe: Recipe | None = None) -> None:
+    """Run ``key=value ...``; None: the words of this process. With a ``recipe``, that variation of the main job."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     if asks_for_a_run(words):
         say_early(f"verl {__version__}: reading the configuration")
 
     def run(config: PPOConfig) -> None:
-        run_ppo(config, command_line=words)
+        if recipe is None:
+            run_ppo(config, command_line=words)
+        else:
+            run_ppo(config, command_line=[f"-m {recipe.program}", *words], job=recipe.job)
 
-    run_or_examine(run, words)
+    if recipe is None:
+        run_or_examine(run, words)
+    else:
+        run_or_examine(run, words, config_name=recipe.config_name, config_path=recipe.config_path, root=recipe.root)
 
 
 def __getattr__(name: str) -> Any:

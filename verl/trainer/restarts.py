@@ -17,6 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from verl.checkpoint.manifest import TRACKER
 from verl.single_controller.processes import Child
 from verl.telemetry.run_record import say_early
 from verl.utils.exit_codes import ExitCode
@@ -26,8 +27,6 @@ RESTARTED = (ExitCode.WORKER, ExitCode.MEMORY)
 """Failures that another attempt may not meet; all others would come again."""
 
 _LONGEST_WAIT_S = 600.0
-
-_TRACKER = "latest_checkpointed_iteration.txt"
 
 _step: mmap.mmap | None = None
 """In an attempt: memory shared with the parent, for the number of the step it is in."""
@@ -58,7 +57,7 @@ def run_with_restarts(config: Any, run: Callable[[Any], None]) -> None:
     """
     global _step
     trainer, failed_in, begin = config.trainer, set[int](), time.monotonic()
-    tracker = Path(trainer.default_local_dir).expanduser() / _TRACKER
+    tracker = Path(trainer.default_local_dir).expanduser() / TRACKER
     saved_before = _changed_at(tracker)
     _step = mmap.mmap(-1, 8)
     with _signals_passed_on() as attempt:

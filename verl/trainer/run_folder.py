@@ -23,7 +23,7 @@ from verl.config.load import check
 from verl.config.ppo import PPOConfig
 from verl.config.trainer import TrainerConfig
 from verl.config.tree import build
-from verl.telemetry.run_record import RunRecord, mask_text, open_record, recorded
+from verl.telemetry.run_record import LOCK, RunRecord, mask_text, open_record, recorded
 from verl.utils.config import typed_config
 from verl.utils.process import explanation
 
@@ -38,8 +38,8 @@ _PLACES = (
 )
 """Options that name what a run writes."""
 
-LOCK = "run.lock"
-"""File in the folder of a run that is locked while the run lasts, and says whose it is."""
+RUN_VARIABLE = "VERL_RUN_FOLDER"
+"""Environment variable of all processes of a run: its folder. ``verl clean`` knows them by it."""
 
 logger = logging.getLogger(__name__)
 
@@ -55,10 +55,12 @@ def recorded_run(config: Any, command_line: Sequence[str] | None) -> Iterator[Ru
     """
     config = typed_config(config)
     folder = _lock(config.trainer)
+    os.environ[RUN_VARIABLE] = str(Path(config.trainer.default_local_dir).expanduser().absolute())
     try:
         with recorded(config.trainer.default_local_dir, command_line, config.to_dict(), explanation) as record:
             yield record
     finally:
+        os.environ.pop(RUN_VARIABLE, None)
         _unlock(folder)
 
 

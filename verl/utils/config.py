@@ -2,7 +2,7 @@
 
 import importlib
 import warnings
-from typing import Any
+from typing import Any, cast
 
 from verl.config.base import Config, ConfigError, ConfigWarning, Problem, leaves, plain
 from verl.config.command_line import locate
@@ -108,8 +108,8 @@ def typed_config(config: Any) -> PPOConfig:
     Raises:
         ConfigError: with every problem found.
     """
-    if isinstance(config, PPOConfig):
-        return config
+    if isinstance(config, Config):  # of another program too, whose tree is its own
+        return cast(PPOConfig, config)
     from omegaconf import OmegaConf
 
     tree = OmegaConf.to_container(config, resolve=False) if OmegaConf.is_config(config) else dict(config)

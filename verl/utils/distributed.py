@@ -57,6 +57,11 @@ def _rendezvous(rank: int, world_size: int, timeout: timedelta) -> dist.Store:
     """
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     is_master = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    return dist.PrefixStore("default_pg", open_store(address, port, world_size, is_master, timeout))
+
+
+def open_store(address: str, port: int, world_size: int, is_master: bool, timeout: timedelta) -> dist.TCPStore:
+    """The store at ``address``, which the master serves there and, where it can, nowhere else."""
     options: dict[str, Any] = {}
     if is_master:
         try:
@@ -65,8 +70,7 @@ def _rendezvous(rank: int, world_size: int, timeout: timedelta) -> dist.Store:
             options["master_listen_fd"] = listener.detach()
         except OSError as error:  # a name of another interface, or a port that a store of this process serves already
             logger.warning("the store of the process group listens on all interfaces: %s:%d: %s", address, port, error)
-    store = dist.TCPStore(address, port, world_size, is_master, timeout, multi_tenant=True, **options)
-    return dist.PrefixStore("default_pg", store)
+    return dist.TCPStore(address, port, world_size, is_master, timeout, multi_tenant=True, **options)
 
 
 def _family(address: str) -> socket.AddressFamily:

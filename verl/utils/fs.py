@@ -17,6 +17,7 @@ import shutil
 import stat as stat_module
 import subprocess
 import tempfile
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -328,6 +329,29 @@ def _write_whole(target: str, write: Callable[[str], Any]) -> None:
         remove(partial)
         raise
     os.rename(partial, target)
+
+
+def write_atomic(
+    path: Path, write: Callable[[Path], Any], *, is_private: bool = False, is_durable: bool = False
+) -> None:
+    """Write a file with ``write(path)`` under another name and rename it: it is there whole or not at all.
+
+    Args:
+        is_private: only this user can read it, ``write`` included.
+        is_durable: it is on the disk before it has its name; else a crash of the machine could leave it empty.
+    """
+    part = path.with_name(f"{path.name}.{os.getpid()}-{threading.get_ident()}.part")
+    try:
+        if is_private:
+            os.close(os.open(part, os.O_CREAT | os.O_WRONLY | os.O_EXCL, 0o600))
+        write(part)
+        if is_durable:
+            with open(part, "rb") as file:
+                os.fsync(file.fileno())
+        os.replace(part, path)
+    except BaseException:
+        part.unlink(missing_ok=True)
+        raise
 
 
 def own_folder(path: str) -> str:

@@ -23,9 +23,10 @@ from verl.workers.generation import PROMPT_COLUMNS, RolloutRole
 from verl.workers.model_worker import HybridWorker
 from verl.workers.roles import PolicyRole
 from verl.workers.rollout import get_rollout_class
-from verl.workers.rollout.base import RolloutEngine
-from verl.workers.rollout.weights.canary import Canary
+from verl.workers.rollout.base import RolloutEngine, WeightSyncError
+from verl.workers.rollout.weights.canary import Canary, CanaryError, explanation
 from verl.workers.rollout.weights.link import WeightLink, find_store, node_id, open_store
+from verl.workers.rollout.weights.sync import compare_memory
 
 
 class LinkEndRole(HybridWorker):
@@ -67,14 +68,29 @@ class WeightSourceRole(LinkEndRole):
         return self.actor.version
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def check_canaries(self, canaries: list[Canary]) -> None:
+    def check_canaries(self, canaries: list[Canary], held: list[dict[str, int]] | None = None) -> bool:
         """Score what the rollout's ranks generated with the weights that this actor, which still has them, sent.
 
+        Args:
+            held: what was read back of each rank's memory, as checksums, once they did not agree.
+
+        Returns:
+            Whether they agree.
+
         Raises:
-            WeightSyncError: a rollout computes with other weights.
+            WeightSyncError: a rollout computes with other weights, and ``held`` was given: names the tensors.
         """
         with self.actor.on_device():
-            self.compare_canaries(canaries)
+            try:
+                self.compare_canaries(canaries)
+            except CanaryError as error:
+                if held is None:
+                    return False
+                dtype = canaries[0].dtype
+                changed = compare_memory(self.actor.weights(dtype), held, dtype)
+                meaning = explanation(changed, any(held), "", self.canary_tolerance(canaries))
+                raise WeightSyncError(f"{error} {meaning}") from None
+        return True
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def send_weights(self, dtype: str) -> dict[str, float] | None:
@@ -110,6 +126,11 @@ class ReceivingRolloutRole(LinkEndRole, RolloutRole):
             self.rollout.wake(("kv_cache",))
         self.generate_canary(version)
         return version
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def read_back(self) -> dict[str, int]:
+        """Checksums of what this rank's engine holds now."""
+        return self.rollout.read_back()
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def take_canary(self) -> Canary | None:

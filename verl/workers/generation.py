@@ -10,7 +10,8 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from itertools import chain
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
@@ -20,7 +21,7 @@ from verl.models.loader import ModelSpec, load_config
 from verl.protocol import DataProto
 from verl.single_controller.base.decorator import Dispatch, register
 from verl.utils.device import empty_cache
-from verl.utils.distributed import get_rank
+from verl.utils.distributed import all_gather_objects, get_rank
 from verl.utils.fs import copy_to_local
 from verl.utils.import_utils import load_extern_type
 from verl.utils.py_functional import derive_seed
@@ -28,11 +29,11 @@ from verl.utils.tokenizer import hf_tokenizer
 from verl.workers.model_worker import HybridWorker, lora_spec
 from verl.workers.rollout import get_rollout_class
 from verl.workers.rollout.assemble import assemble, sampling_params
-from verl.workers.rollout.base import Request, RolloutEngine, SamplingParams
+from verl.workers.rollout.base import Request, RolloutEngine, SamplingParams, WeightSyncError
 from verl.workers.rollout.memory import memory_errors
 from verl.workers.rollout.monitor import engine_phase
-from verl.workers.rollout.weights.canary import canary_prompts, generate_canary
-from verl.workers.rollout.weights.sync import sync_adapter, sync_weights
+from verl.workers.rollout.weights.canary import CanaryError, canary_prompts, explanation, generate_canary
+from verl.workers.rollout.weights.sync import compare_memory, sync_adapter, sync_weights
 
 if TYPE_CHECKING:
     from verl.workers.rollout.server.engine_loop import EngineLoop
@@ -138,6 +139,53 @@ class RolloutRole(HybridWorker):
         if self.canary_prompts:
             with self.rollout_phase("canary"):
                 self.canary = generate_canary(self.rollout, self.canary_prompts, version)
+
+    def check_own_canaries(self) -> None:
+        """Compare the canaries of the rollouts in the actor's processes, if the actor still has the weights they had.
+
+        All ranks call it together, with the actor on the device.
+
+        Raises:
+            WeightSyncError: a rollout computes with other weights than were synced to it; names the tensors.
+        """
+        if "rollout" not in self.role or not self.config.rollout.canary_prompts or not self.config.hybrid_engine:
+            return
+        own, self.canary = self.canary, None
+        canaries = [canary for canary in all_gather_objects(own) if canary is not None]
+        if not canaries or any(canary.version != self.actor.version for canary in canaries):
+            return
+        try:
+            self.compare_canaries(canaries)
+        except CanaryError as error:
+            self.explain_canaries(error, self.canary_tolerance(canaries))
+
+    def explain_canaries(self, struck: CanaryError, tolerance: float) -> NoReturn:
+        """Raise ``struck`` with the tensors that differ, read back; after a second sync where memory was given back."""
+        dtype, retry = self.rollout.weights_dtype, ""
+        try:
+            if self.rollout.is_asleep:
+                self.rollout.wake(("weights",))
+                self.sync_rollout()
+                self.rollout.wake(("kv_cache",))
+                self.generate_canary(self.actor.version)
+                again = [canary for canary in all_gather_objects(self.canary) if canary is not None]
+                try:
+                    self.compare_canaries(again)
+                    retry = "equal"
+                except CanaryError as error:
+                    retry = str(error)
+            held = all_gather_objects(self.rollout.read_back())
+            actor, is_apart = self.actor, self.sends_adapter
+            parts = [actor.base_weights(dtype), actor.adapter_weights(dtype)] if is_apart else [actor.weights(dtype)]
+            weights = chain.from_iterable(parts)
+            meaning = explanation(compare_memory(weights, held, dtype), any(held), retry, tolerance)
+        except Exception as error:
+            first_line = str(error).split("\n", 1)[0]
+            meaning = f"Its memory could not be compared ({type(error).__name__}: {first_line})."
+            raise WeightSyncError(f"{struck} {meaning}") from error
+        finally:
+            self.rollout.invalidate()
+        raise WeightSyncError(f"{struck} {meaning}") from None
 
     def newest_version(self, meta: Mapping[str, Any]) -> int:
         """Version of the weights to generate with; ``meta``: the prompts' meta_info."""

@@ -19,29 +19,31 @@ import numpy as np
 import torch
 
 from verl.checkpoint.checkpoint_manager import CheckpointManager
-from verl.config.actor import ActorConfig, RefConfig
+from verl.config.actor import ActorConfig, FrozenModelConfig
 from verl.config.base import READ, Config
 from verl.config.critic import CriticConfig, CriticModelConfig
+from verl.config.distillation import DistillationConfig
 from verl.config.engine import FSDPConfig
+from verl.config.megatron import MegatronConfig
 from verl.config.ppo import ActorRolloutRefConfig, ModelConfig
 from verl.config.reward import RewardModelConfig, RewardModelModelConfig
 from verl.config.trainer import CheckpointConfig
 from verl.data.vision import media_inputs
 from verl.models.loader import LoRASpec, ModelSpec
 from verl.protocol import DataProto
-from verl.single_controller.base import Worker
 from verl.single_controller.base.decorator import Dispatch, register
+from verl.single_controller.base.worker import TracedWorker
 from verl.telemetry.memory import Entry, MemoryLedger, bytes_by_place, optimizer_tensors
 from verl.telemetry.metric import FlopsCounter, get_device_flops
 from verl.utils.config import typed_section
 from verl.utils.device import get_device_name, use_deterministic_algorithms
-from verl.utils.distributed import ensure_process_group
+from verl.utils.distributed import all_gather_objects, ensure_process_group
 from verl.utils.import_utils import import_users_modules
 from verl.utils.tokenizer import hf_processor, hf_tokenizer
 from verl.utils.torch_functional import PrecisionType
 from verl.workers.engine import Engine, Want, build_engine
-from verl.workers.rollout.base import RolloutEngine, WeightSyncError
-from verl.workers.rollout.weights.canary import Canary, compare_canaries
+from verl.workers.rollout.base import RolloutEngine
+from verl.workers.rollout.weights.canary import Canary, compare_canaries, rounding_tolerance
 
 # -- Tensors of images and videos, made in the worker with data.return_multi_modal_inputs=false ------------------------
 
@@ -79,7 +81,7 @@ class ImageInputs:
         return data
 
 
-class EngineWorker(Worker):
+class EngineWorker(TracedWorker):
     """One rank of the roles it plays.
 
     Args:
@@ -93,6 +95,7 @@ class EngineWorker(Worker):
         sequence_length: tokens a prompt and its response may have together.
         timeout_s: seconds a collective may wait for a rank.
         tokenizer_path: where the policy's tokenizer is, if not in its model's folder.
+        distillation: the section of that name; None: there is no teacher.
         profile_option: accepted for scripts that pass it; has no effect.
     """
 
@@ -101,6 +104,7 @@ class EngineWorker(Worker):
     """The section of the role; a role's class narrows the type."""
     checkpoints: CheckpointManager
     """Of the engine that the role trains."""
+    distillation: DistillationConfig | None = None
 
     def __init__(
         self,
@@ -113,6 +117,7 @@ class EngineWorker(Worker):
         sequence_length: int | None = None,
         timeout_s: float = 600.0,
         tokenizer_path: str | None = None,
+        distillation: DistillationConfig | None = None,
         profile_option: Any = None,
     ) -> None:
         super().__init__()
@@ -125,6 +130,7 @@ class EngineWorker(Worker):
         self.sequence_length = sequence_length
         self.timeout_s = timeout_s
         self.tokenizer_path = tokenizer_path
+        self.distillation = distillation
         self.ledger = MemoryLedger(self.memory_parts)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
@@ -135,8 +141,8 @@ class EngineWorker(Worker):
     def memory_parts(self) -> dict[str, int]:
         """Bytes on the device by what they are for; of engines that offload, what is there now."""
         found: dict[str, int] = {}
-        for name in ("actor", "critic", "reference", "reward_model"):
-            engine = getattr(self, name, None)
+        engines = {name: getattr(self, name, None) for name in ("actor", "critic", "reference", "reward_model")}
+        for name, engine in (engines | getattr(self, "teachers", {})).items():
             if engine is not None:
                 found[f"{name} weights"] = bytes_by_place(engine.module.parameters(), self.device)
                 found[f"{name} optimizer"] = bytes_by_place(optimizer_tensors(engine.optimizer), self.device)
@@ -165,20 +171,19 @@ class EngineWorker(Worker):
     def model_engine(
         self,
         spec: ModelSpec,
-        section: ActorConfig | CriticConfig | RefConfig | RewardModelConfig,
-        fsdp_config: FSDPConfig,
-        mesh: str,
+        section: ActorConfig | CriticConfig | FrozenModelConfig | RewardModelConfig,
+        mesh: str | None,
         train: bool,
     ) -> Engine:
-        """Build the engine of one role and report its place on ``mesh`` to the dispatcher."""
-        if fsdp_config.full_determinism:
+        """Build the engine of one role and report its place on ``mesh``, if that is new, to the dispatcher."""
+        if section.sharding.full_determinism:
             use_deterministic_algorithms()
         # without a positive number of its own the schedule is as long as the run
         steps = section.optim.total_training_steps if train else 0
         engine = build_engine(
             section.strategy,
             replace(spec, max_sequence_length=self.sequence_length),
-            fsdp_config,
+            section.sharding,
             section.optim if train else None,
             total_steps=steps if steps > 0 else self.total_training_steps,
             grad_clip=section.grad_clip if train else None,
@@ -189,7 +194,8 @@ class EngineWorker(Worker):
             # a role's section has a subsection named after its backend, such as `deepspeed`
             backend_config=getattr(section, section.strategy, None),
         )
-        self.report_mesh(mesh, engine)
+        if mesh is not None:
+            self.report_mesh(mesh, engine)
         if train and engine.has_adapter and engine.topology.rank == 0:
             trained, total = engine.parameter_counts()
             print(f"{mesh}: LoRA trains {trained:,} of {total:,} parameters ({trained / total:.2%})", flush=True)
@@ -233,48 +239,64 @@ class HybridWorker(EngineWorker):
     """The policy being trained."""
     reference: Engine | None
     """The frozen reference; None: the actor below its adapter is the reference."""
+    teachers: Mapping[str, Engine]
+    """Teachers by name, in the order of the configuration."""
     rollout: RolloutEngine
     canary: Canary | None = None
     """Of the last sync to this process's rollout, until the actor has scored it."""
     canary_difference: float | None = None
     """Mean difference of log-probabilities that the last comparison found."""
 
-    def check_own_canaries(self) -> None:
-        """Compare the canaries of the rollouts in the actor's processes, if the actor still has the weights they had.
+    def frozen_model(
+        self, section: FrozenModelConfig, mesh: str | None, path: str | None = None, is_policy: bool = True
+    ) -> Engine:
+        """Load a model that only scores responses: the reference, or a teacher.
 
-        All ranks call it together, with the actor on the device.
-
-        Raises:
-            WeightSyncError: a rollout computes with other weights than were synced to it.
+        Args:
+            path: its folder; None: the policy's own starting point.
+            is_policy: whether ``model.override_config`` is meant for it, too.
         """
-        if "rollout" not in self.role or not self.config.rollout.canary_prompts or not self.config.hybrid_engine:
-            return
-        own, self.canary = self.canary, None
-        found: list[Canary | None] = [own]
-        if self.actor.topology.world_size > 1:
-            found = [None] * self.actor.topology.world_size
-            torch.distributed.all_gather_object(found, own)
-        canaries = [canary for canary in found if canary is not None]
-        if canaries and all(canary.version == self.actor.version for canary in canaries):
-            try:
-                self.compare_canaries(canaries)
-            except WeightSyncError:
-                self.rollout.invalidate()
-                raise
+        spec = model_spec(
+            self.config.model,
+            section.sharding,
+            "lm",
+            path=path,
+            use_torch_compile=section.use_torch_compile,
+            remove_padding=self.config.actor.use_remove_padding,
+        )
+        # of entries that describe another model, only the choice of its kernel holds here
+        own = {name: value for name, value in spec.override_config.items() if is_policy or name.startswith("attn_")}
+        # it never has an adapter of its own
+        spec = replace(spec, lora=None, override_config=own)
+        return self.model_engine(spec, section, mesh=mesh, train=False)
+
+    def check_own_canaries(self) -> None:
+        """Compare the canaries of the rollouts in the actor's processes; `RolloutRole` has one."""
 
     def compare_canaries(self, canaries: Sequence[Canary]) -> None:
-        """Score ``canaries`` under the actor's weights, on all ranks, and raise where a rollout has others."""
-        self.canary_difference = compare_canaries(
-            canaries,
-            lambda batch: self.actor.infer(batch, Want.LOG_PROBS).ragged("log_probs"),
-            PrecisionType.to_dtype(self.config.actor.fsdp_config.compute_dtype),
-            self.config.rollout.canary_tolerance,
+        """Score ``canaries`` under the actor's weights, on all ranks, and raise on all where a rollout has others."""
+        self.canary_difference = compare_canaries(canaries, self.score_canaries, self.canary_tolerance(canaries))
+
+    def score_canaries(self, batch: DataProto) -> list[float]:
+        """The log-probabilities of rank 0, for all ranks: they must agree on what follows."""
+        return all_gather_objects(self.actor.infer(batch, Want.LOG_PROBS).ragged("log_probs").values.tolist())[0]
+
+    def canary_tolerance(self, canaries: Sequence[Canary]) -> float:
+        """``rollout.canary_tolerance``, or what rounding in the types of the two sides explains."""
+        dtype = PrecisionType.to_dtype(self.config.actor.sharding.compute_dtype)
+        text = self.actor.model_config.get_text_config(decoder=True)
+        derived = rounding_tolerance(
+            {dtype, *(canary.dtype for canary in canaries)},
+            getattr(text, "num_hidden_layers", None) or 32,
+            getattr(text, "vocab_size", None) or 1 << 17,
         )
+        given = self.config.rollout.canary_tolerance
+        return derived if given is None else given
 
 
 def model_spec(
     model: ModelConfig | CriticModelConfig | RewardModelModelConfig,
-    fsdp_config: FSDPConfig,
+    sharding: FSDPConfig | MegatronConfig,
     head: Literal["lm", "value", "reward"],
     path: str | None = None,
     use_torch_compile: bool = False,
@@ -285,8 +307,8 @@ def model_spec(
     spec = ModelSpec(
         path=path or model.path,
         head=head,
-        param_dtype=fsdp_config.master_dtype,
-        compute_dtype=fsdp_config.compute_dtype,
+        param_dtype=sharding.master_dtype,
+        compute_dtype=sharding.compute_dtype,
         trust_remote_code=model.trust_remote_code,
         gradient_checkpointing=False,
         use_shm=model.use_shm,
@@ -339,7 +361,7 @@ def section_of_role(role: str) -> type[Config]:
     for part, cls in (("critic", CriticConfig), ("rm", RewardModelConfig), ("reward", RewardModelConfig)):
         if part in role:
             return cls
-    if not any(part in role for part in ("actor", "rollout", "ref")):
+    if not any(part in role for part in ("actor", "rollout", "ref", "teacher")):
         raise ValueError(f"role={role!r} names nothing a worker does: put actor, rollout, ref, critic or rm into it.")
     return ActorRolloutRefConfig
 

@@ -89,8 +89,8 @@ class RewardModelWorker(EngineWorker):
     def init_reward_model(self) -> None:
         """Load the model, and the tokenizers if conversations are rewritten."""
         model = self.config.model
-        spec = model_spec(model, model.fsdp_config, "reward", remove_padding=model.use_remove_padding)
-        self.reward_model = self.model_engine(spec, self.config, model.fsdp_config, mesh="rm", train=False)
+        spec = model_spec(model, self.config.sharding, "reward", remove_padding=model.use_remove_padding)
+        self.reward_model = self.model_engine(spec, self.config, mesh="rm", train=False)
         self.retokenizer: ChatRetokenizer | None = None
         if model.input_tokenizer:
             policy, judge = (

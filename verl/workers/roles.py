@@ -6,25 +6,34 @@ are combinations of roles; backends differ in their engine, not here.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from typing import Any, Literal
+
+import torch
 
 from verl.algorithms.losses import PPOLoss, ValueLoss
+from verl.algorithms.losses.distillation import TEACHER_LOG_PROBS, TOP_IDS, TOP_LOG_PROBS, DistillationLoss
 from verl.batch.partition import MiniBatches
 from verl.config.critic import CriticConfig
+from verl.models.loader import ModelSpec
 from verl.protocol import DataProto
 from verl.single_controller.base.decorator import Dispatch, register
+from verl.utils.device import empty_cache
 from verl.utils.process import no_collection
 from verl.utils.py_functional import derive_seed
+from verl.utils.torch_functional import PrecisionType
 from verl.workers.engine import Engine, Reference, Want
 from verl.workers.generation import RolloutRole, sends_adapter
 from verl.workers.model_worker import EngineWorker, HybridWorker, MetricBag, mfu_metrics, model_spec
 from verl.workers.rollout import get_rollout_class
+from verl.workers.rollout.base import RolloutEngine
 
 TOKENS = (
     *("input_ids", "attention_mask", "position_ids", "prompts", "responses", "response_mask"),
     *("multi_modal_inputs", "multi_modal_data"),  # of rows with images
+    "uid",  # by which a call that hangs or dies names its rows
 )
 """Columns every forward pass over prompt and response needs."""
 
@@ -39,6 +48,8 @@ UPDATE_COLUMNS = TOKENS + (
     "token_level_scores",
     "rollout_is_weights",
     "difficulty",
+    "pairs",
+    *(TEACHER_LOG_PROBS, TOP_LOG_PROBS, TOP_IDS),
 )
 """Columns a loss may read."""
 
@@ -108,23 +119,7 @@ class ReferenceRole(HybridWorker):
 
     def init_reference(self) -> None:
         """Load the reference model: the actor's own starting point, or ``ref.model.path``."""
-        config = self.config
-        spec = model_spec(
-            config.model,
-            config.ref.fsdp_config,
-            "lm",
-            path=config.ref.model.path if config.ref.model else None,
-            use_torch_compile=config.ref.use_torch_compile,
-            remove_padding=config.actor.use_remove_padding,
-        )
-        # the reference never has an adapter of its own
-        self.reference = self.model_engine(
-            replace(spec, lora=None),
-            config.ref,
-            config.ref.fsdp_config,
-            mesh="ref",
-            train=False,
-        )
+        self.reference = self.frozen_model(self.config.ref, "ref", path=self.config.ref.own_path)
 
     @property
     def base_model_is_reference(self) -> bool:
@@ -138,24 +133,33 @@ class ReferenceRole(HybridWorker):
 
     @contextmanager
     def comparison(self) -> Iterator[Reference]:
-        """Let the policy's update compare whole distributions with the reference's, on the device, within the block.
+        """Let the policy's update compare whole distributions with the reference's, or the only teacher's, within the
+        block, in which that is on the device.
 
         Raises:
-            ValueError: no role of this process holds the reference.
+            ValueError: no role of this process holds it.
         """
-        if self.base_model_is_reference:
+        teacher = self.distillation if self.distillation and self.distillation.distillation_loss.is_full else None
+        if teacher is None and self.base_model_is_reference:
             yield Reference.of_base_model(self.actor)
             return
-        holder = self.fused_worker_dict.get("ref")
-        engine = holder.reference if isinstance(holder, HybridWorker) else None
+        option, role, engine = "actor.kl_loss_type=full", "ref", None
+        options: dict[str, Any] = {}
+        if teacher is not None:
+            option, role = f"distillation.distillation_loss.loss_mode={teacher.distillation_loss.loss_mode}", "teacher"
+            options = {"whose": role, "temperature": teacher.temperature, "beta": teacher.distillation_loss.beta}
+        holder = self.fused_worker_dict.get(role)
+        if isinstance(holder, HybridWorker):
+            engine = holder.reference if teacher is None else next(iter(holder.teachers.values()))
         if engine is None:
             raise ValueError(
-                "actor.kl_loss_type=full: the reference is not in the actor's processes, and its distributions do not "
-                "travel. Map Role.RefPolicy to the actor's resource pool, or use low_var_kl."
+                f"{option}: the {'reference' if teacher is None else 'teacher'} is not in the actor's processes, and "
+                f"its distributions do not travel. Map Role.{'RefPolicy' if teacher is None else 'Teacher'} to the "
+                f"actor's resource pool, or use {'low_var_kl' if teacher is None else 'forward_kl_topk'}."
             )
         # both models are on the device at once: the update reads the reference's hidden states
         with engine.on_device():
-            yield Reference.of(engine, self.actor)
+            yield Reference.of(engine, self.actor, option, **options)
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, mesh="ref", reads=TOKENS, balanced=True)
     def compute_ref_log_prob(self, data: DataProto) -> DataProto:
@@ -172,24 +176,36 @@ class ReferenceRole(HybridWorker):
 class PolicyRole(ReferenceRole, TrainedRole):
     """Verbs of the policy being trained."""
 
+    def policy_spec(self) -> ModelSpec:
+        """The model to train."""
+        return self.spec_with_head("lm")
+
+    def spec_with_head(self, head: Literal["lm", "value", "reward"], new_head: bool = False) -> ModelSpec:
+        """The model of the section with that head."""
+        config = self.config
+        spec = model_spec(
+            config.model,
+            config.actor.sharding,
+            head,
+            use_torch_compile=config.actor.use_torch_compile,
+            freeze_vision_tower=config.actor.freeze_vision_tower,
+            remove_padding=config.actor.use_remove_padding,
+        )
+        return replace(spec, new_head=new_head)
+
     def init_policy(self) -> None:
         """Load the model, shard it, and build its loss."""
         config = self.config
         self.actor = self.model_engine(
-            model_spec(
-                config.model,
-                config.actor.fsdp_config,
-                "lm",
-                use_torch_compile=config.actor.use_torch_compile,
-                freeze_vision_tower=config.actor.freeze_vision_tower,
-                remove_padding=config.actor.use_remove_padding,
-            ),
+            self.policy_spec(),
             config.actor,
-            config.actor.fsdp_config,
             mesh="actor",
             train=True,
         )
         self.ppo_loss = PPOLoss(config.actor, config.rollout.response_length)
+        if self.distillation is not None:
+            options = self.distillation.distillation_loss
+            self.ppo_loss = DistillationLoss(config.actor, options, config.rollout.response_length)
         self.checkpoint_manager(
             self.actor,
             self.tokenizer_path or config.model.path,
@@ -249,9 +265,8 @@ class ValueRole(TrainedRole):
         """Load the model with a value head, and build its loss."""
         config = self.config
         self.critic = self.model_engine(
-            model_spec(config.model, config.model.fsdp_config, "value", remove_padding=config.model.use_remove_padding),
+            model_spec(config.model, config.sharding, "value", remove_padding=config.model.use_remove_padding),
             config,
-            config.model.fsdp_config,
             mesh="critic",
             train=True,
         )
@@ -300,6 +315,48 @@ class ActorRolloutRefWorker(PolicyRole, RolloutRole, ReferenceRole):
                 self.use_base_model_as_reference()
             elif "ref" in self.role:
                 self.init_reference()
+
+
+class GenerationWorker(RolloutRole):
+    """A rollout engine with the weights of a model's folder, which stay as they are: nothing is trained."""
+
+    weights_version = 0
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def init_model(self) -> None:
+        """Load the model, hand its weights to the engine, and let go of it; call once."""
+        config = self.config
+        get_rollout_class(config.rollout.name)  # a missing package is reported before the model loads
+        with no_collection(), self.ledger.phase("start"):
+            self.start_process()
+            sends_adapter(config, self.device)
+            spec = model_spec(config.model, config.actor.sharding, "lm")
+            if config.rollout.dtype != "auto":  # the engine's own: a wider copy would be cast on its way
+                dtype = PrecisionType.to_str(PrecisionType.to_dtype(config.rollout.dtype))
+                spec = replace(spec, param_dtype=dtype, compute_dtype=dtype)
+            self.actor = self.model_engine(spec, config.actor, mesh="actor", train=False)
+            self.init_rollout()
+            with self.actor.on_device():
+                with self.rollout_phase("wake"):
+                    self.rollout.wake(("weights",))
+                with self.rollout_phase("sync"):
+                    self.sync_rollout()
+                self.rollout.wake(("kv_cache",))
+                self.weights_version = self.actor.version
+                self.generate_canary(self.weights_version)
+                self.check_own_canaries()
+            del self.actor
+        empty_cache(torch.device(self.device))
+
+    @contextmanager
+    def rollout_mode(self, timing: dict[str, float]) -> Iterator[RolloutEngine]:
+        """The engine as it is: it has its device alone, and its weights stay."""
+        timing["reshard"] = 0.0
+        yield self.rollout
+
+    def newest_version(self, meta: Mapping[str, Any]) -> int:
+        """Version of the weights of the folder."""
+        return self.weights_version
 
 
 class CriticWorker(ValueRole):

@@ -98,6 +98,7 @@ BY_HAND = {
     "opo": ([0.944444, 2, -1.055556, -0.305556], 1.5),
     "gpg": ([1.083333, 2, -0.916667, -0.166667], 1.5),
     "gdpo": ([1.042968, -0.003395, -1.739645, 0.533716], 0),
+    "sppo": ([0.5, 0, -0.5, 0], 0),
     "optimal_token_baseline": (
         [
             [1.384, 1.128729, 0, 0.911566, 1, 0],
@@ -136,6 +137,7 @@ CREDIT = {
     "opo": "response",
     "gpg": "response",
     "gdpo": "response",
+    "sppo": "response",
     "optimal_token_baseline": "token",
     "tir_optimal_token_baseline": "token",
     "gigpo": "response and turn",

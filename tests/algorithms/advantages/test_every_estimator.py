@@ -134,7 +134,7 @@ def test_returns_cross_an_observation_backwards_only_and_never_get_lost_there(na
 
     def changed_by_reward_at(cell):
         rewards = REWARDS.clone()
-        rewards[cell] += 1
+        rewards[cell] -= 2  # so much that its rank changes, too
         extras = {**EXTRAS, "accuracy": EXTRAS["accuracy"] + np.array([1.0, 0, 0, 0])}
         return call(name, rewards, MASK, INDEX, COLUMNS, extras, **off)[0][0] != before[0]
 

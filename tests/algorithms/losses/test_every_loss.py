@@ -84,6 +84,7 @@ BY_HAND = [  # token-mean and seq-mean-token-mean of both responses, token-mean 
     ("topr", {"policy_loss__topr_ratio": "token"}, 0.606772, 0.422659, -0.129683),
     ("kimi15", {}, 0.328750, 0.159125, -0.349750),
     ("dro", {}, 0.337417, 0.165875, -0.348750),
+    ("sppo", {}, 0.183854, 0.190703, 0.211250),
     ("clip_cov", {}, 0.101156, 0.280550, -0.257631),
     ("kl_cov", {}, -0.106084, 0.056047, -0.430345),
 ]
@@ -182,6 +183,10 @@ def slow(name, x, x0, b, config):
     if name == "kimi15":
         d = ((x - old) * mask).sum(-1, keepdim=True)
         return -adv * x + loss.kimi15_tau / 2 * d * (x - old)
+    if name == "sppo":
+        tokens = mask.sum(-1, keepdim=True).clamp(min=1)
+        error = (((x - old) - loss.sppo_eta * adv / tokens) * mask).sum(-1, keepdim=True)
+        return error**2 / tokens
     if name == "dro":
         return -adv * x + loss.dro_beta / 2 * (x - old) ** 2
     if name == "cispo":
@@ -279,7 +284,8 @@ def test_on_fresh_samples_every_loss_follows_the_policy_gradient(name):
     config = ActorConfig().with_values({"policy_loss.loss_mode": name})
     adv = torch.tensor([[0.5], [-1.5]]).expand(2, 4)
     run(name, config, new, adv=adv, mu=OLD)[0].backward()
-    assert_close(new.grad, -adv * MASK / MASK.sum())
+    slope = 2 if name == "sppo" else 1  # of a square
+    assert_close(new.grad, -slope * adv * MASK / MASK.sum())
 
 
 @pytest.mark.usefixtures("both_layouts")

@@ -56,6 +56,15 @@ def test_a_judge_a_function_of_ones_own_or_patience_will_do(dataset, tmp_path, c
     assert "'nobody/knows' has no built-in scorer" in caplog.text
 
 
+def test_assertions_that_a_service_judges_beside_the_program_are_said_to_be_forgeable(dataset, caplog):
+    service = {"reward_model.sandbox_fusion.url": "http://127.0.0.1:9/run_code"}
+    check([dataset("apps")], **service)
+    check([dataset("mbpp")])
+    assert not caplog.records
+    check([dataset("mbpp")], **service)
+    assert "a program made to fool them scores 1" in caplog.text and "'mbpp'" in caplog.text
+
+
 def test_programs_that_cannot_be_contained_are_refused_before_the_first_step(dataset, monkeypatch):
     monkeypatch.setattr("verl.rewards.managers.scoring.containment", lambda: ("files",))
     code = [dataset("mbpp")]

@@ -2,7 +2,6 @@
 
 import importlib
 import json
-import sys
 from pathlib import Path
 
 import pytest
@@ -14,6 +13,7 @@ from tests.trainer.test_resume import assert_equal_trees, checkpoint_files, numb
 from tests.workers.rollout.conftest import COMMON
 from verl.config.load import load_ppo_config
 from verl.trainer.buffer.disjoint import DisjointRollout
+from verl.trainer.main_ppo import main
 from verl.trainer.ppo.job import PPOJob
 from verl.trainer.ppo.placement import Role, default_pools, default_roles
 from verl.trainer.ppo.ray_trainer import RayPPOTrainer
@@ -229,7 +229,7 @@ def test_a_trainer_that_cannot_generate_ahead_is_refused(tmp_path):
 
 def test_the_recipe_is_the_main_job_with_three_options(tmp_path, monkeypatch):
     monkeypatch.chdir(ROOT)
-    recipe = importlib.import_module("recipe.one_step_off_policy.main_ppo")
+    recipe = importlib.import_module("recipe.one_step_off_policy.main_ppo").RECIPE
     arguments = overrides(
         make_task(tmp_path / "task"),
         trainer__total_training_steps=3,
@@ -238,14 +238,13 @@ def test_the_recipe_is_the_main_job_with_three_options(tmp_path, monkeypatch):
         rollout__nnodes=1,
         rollout__n_gpus_per_node=2,
     )
-    monkeypatch.setattr(sys, "argv", ["main_ppo", *arguments])
-    recipe.main()
-    config = load_ppo_config(arguments, str(recipe.CONFIG_DIR), recipe.CONFIG_NAME)
+    main(arguments, recipe)
+    config = load_ppo_config(arguments, recipe.config_path, recipe.config_name)
     shared = config.actor_rollout_ref
     assert (shared.hybrid_engine, shared.rollout.async_ratio, shared.rollout.calculate_log_probs) == (False, 1, True)
     assert config.rollout_processes == [2]
     script = (tmp_path / "run" / "resume.sh").read_text()
-    assert f"--config-path={recipe.CONFIG_DIR}" in script and "verl.trainer.main_ppo" in script
+    assert f"-m {recipe.program}" in script and "verl.trainer.main_ppo" not in script
 
 
 @pytest.mark.learning

@@ -23,8 +23,9 @@ SHARES = {1: [slice(0, 7)], 2: [slice(0, 2), slice(2, 7)]}
 
 @pytest.fixture(scope="module", autouse=True)
 def library():
-    """Imported once, so that forked ranks need not."""
+    """Imported once, so that forked ranks need not: Muon alone brings the whole of torch.compile, seconds a rank."""
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    import deepspeed.runtime.zero.muon.muon_optimizer  # noqa: F401
 
 
 @pytest.fixture(scope="module")

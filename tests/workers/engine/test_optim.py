@@ -61,6 +61,16 @@ def test_wsd_is_constant_until_its_decay():
     assert rates(3, total=2, **{**steps, "lr_wsd_decay_steps": 9}) == [0.0, 0.5, 1.0]
 
 
+def test_a_rate_has_a_floor_and_a_start_of_its_own():
+    """Megatron's: up from ``lr_warmup_init``, down to ``min_lr``, both rates and no shares."""
+    peak = DEFAULTS["lr"]
+    found = rates(6, total=4, warmup_style="linear", lr_warmup_steps=2, min_lr=0.2 * peak, lr_warmup_init=0.5 * peak)
+    assert found == [0.5, 0.75, 1.0, 0.6, 0.2, 0.2]
+    assert rates(3, warmup_style="constant", lr_warmup_steps=2, lr_warmup_init=0.5 * peak) == [0.5, 0.75, 1.0]
+    falls = rates(9, warmup_style="inverse-square-root", lr_warmup_steps=1, min_lr=0.4 * peak)
+    assert falls == [0.0, 1.0, 0.707107, 0.57735, 0.5, 0.447214, 0.408248, 0.4, 0.4]
+
+
 HALFWAY = {"linear": 0.5, "cosine": 0.5, "exponential": math.sqrt(2) - 1, "minus_sqrt": 1 - math.sqrt(0.5)}
 
 

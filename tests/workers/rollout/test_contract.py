@@ -1,14 +1,16 @@
 """What every rollout engine promises, asked of each in the same words. Transformers itself is the oracle."""
 
 import random
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
+import httpx
 import psutil
 import pytest
 import torch
 
 from tests.workers.rollout.conftest import weights_of
 from verl.workers.rollout.base import Request, SamplingParams, StaleWeightsError, WeightSyncError
+from verl.workers.rollout.server.server import RolloutServer
 from verl.workers.rollout.weights.canary import canary_prompts, generate_canary
 from verl.workers.rollout.weights.sync import sync_weights
 
@@ -309,3 +311,48 @@ def test_a_canary_of_an_engine_has_the_log_probs_of_its_weights(ready, reference
         last = torch.stack([model(torch.tensor([prompt])).logits[0, -1] for prompt in prompts]).log_softmax(-1)
     torch.testing.assert_close(torch.tensor(canary.log_probs), last.max(-1).values, atol=2e-4, rtol=0)
     assert not rollout.monitor.take_metrics({}).get("requests")
+
+
+# -- requests from outside ---------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def serve():
+    """Start a server over an engine that holds version 1; stopped at the end."""
+    with ExitStack() as stack:
+
+        def start(engine):
+            server = RolloutServer(engine, 1)
+            server.start()
+            stack.callback(server.stop)
+            return server
+
+        yield start
+
+
+HOSTILE = {
+    "a token beyond the vocabulary": {"prompt_ids": [10**9]},
+    "a bias beyond the vocabulary": {"sampling": {"extra": {"logit_bias": {"1000000000": 1}}}},
+    "a ban beyond the vocabulary": {"sampling": {"banned_token_ids": [10**9]}},
+    "a tiny temperature": {"sampling": {"temperature": 1e-320}},
+    "a bias that overflows": {"sampling": {"extra": {"logit_bias": {"5": 1e39}}}},
+    "an unknown parameter": {"sampling": {"extra": {"no_such_parameter": 1}}},
+}
+
+
+def test_hostile_requests_are_refused_before_a_served_engine_sees_them(ready, serve):
+    server = serve(ready())
+
+    def post(changes):
+        body = {"prompt_ids": [5, 6], "seed": 1, **changes}
+        body["sampling"] = {"max_tokens": 4, "ignore_eos": True, **changes.get("sampling", {})}
+        return httpx.post(f"{server.address}/generate", json=body, timeout=60)
+
+    before = post({}).json()
+    refused = {name: post(changes) for name, changes in HOSTILE.items()}
+    assert {name: answer.status_code for name, answer in refused.items()} == dict.fromkeys(HOSTILE, 400)
+    # taken or refused as the engine can, they end no other request
+    extreme = [{"temperature": 100.0}, {"temperature": 1e30}, {"top_p": 1e-30}, {"repetition_penalty": 1e3}]
+    answers = [post({"sampling": sampling}) for sampling in extreme]
+    assert {answer.status_code for answer in answers} <= {200, 400}, [answer.text for answer in answers]
+    assert post({}).json()["token_ids"] == before["token_ids"] and server.loop.error is None

@@ -111,8 +111,8 @@ def test_a_killed_engine_is_named_with_its_requests_its_memory_and_its_stderr(st
     assert "generating now" in caught.value.stderr_end
 
 
-def test_an_engine_that_finishes_no_step_is_ended_with_its_stacks(start):
-    group = start(stall_timeout_s=2)
+def test_an_engine_that_finishes_no_step_is_ended_with_its_stacks(start_local):
+    group = start_local(stall_timeout_s=2)
     with pytest.raises(WorkerDied) as caught:
         group.generate_and_hang(1, 5)
     text = str(caught.value)

@@ -34,6 +34,7 @@ from verl.algorithms.losses.gspo import compute_policy_loss_gspo
 from verl.algorithms.losses.kimi15 import compute_policy_loss_kimi15
 from verl.algorithms.losses.ppo import compute_policy_loss, compute_policy_loss_vanilla
 from verl.algorithms.losses.sapo import compute_policy_loss_sapo
+from verl.algorithms.losses.sppo import compute_policy_loss_sppo
 from verl.algorithms.losses.tis import compute_policy_loss_tis
 from verl.algorithms.losses.topr import compute_policy_loss_topr
 from verl.algorithms.losses.value import ValueLoss, compute_value_loss

@@ -39,7 +39,9 @@ class TokenOutputs(NamedTuple):
     entropy: Tensor | None = None
     values: Tensor | None = None
     full_kl: Tensor | None = None
-    """KL(policy || reference) over the vocabulary."""
+    """KL(policy || reference) over the vocabulary, or another divergence of the two."""
+    top_log_probs: Tensor | None = None
+    """(b, r, k) of the tokens in the column that the loss names."""
 
 
 class PPOLoss:
@@ -159,7 +161,7 @@ class PPOLoss:
         weights = gather.apply(self.weigh, torch.stack([value.cpu().float() for value in values]))
         weights = weights.to(mask.values.device)
         batch = batch.select(deepcopy=False)
-        batch.put("response_weights", mask.like(weights.repeat_interleave(mask.layout.lengths)))
+        batch.put("response_weights", mask.like(mask.layout.spread(weights)))
         return batch
 
     def choose(self, old_log_prob: Tensor, log_prob: Tensor, advantages: Tensor) -> Tensor:
@@ -201,7 +203,7 @@ class PPOLoss:
             return self.aggregation.mean(agg_loss(per_token, mask, mode), mask)
 
         if self.config.use_kl_loss:
-            kl = out.full_kl if self.want_full_kl else self.kl(out.log_probs, micro["ref_log_prob"])
+            kl = out.full_kl if self.kl is None else self.kl(out.log_probs, micro["ref_log_prob"])
             kl = mean(kl)
             loss = loss + self.config.kl_loss_coef * kl
             metrics["actor/kl_loss"] = kl.detach()

@@ -14,8 +14,10 @@ from verl.config.checks import (
     base,
     batch,
     conversations,
+    distillation,
     engine,
     environments,
+    megatron,
     objective,
     rewards,
     run,
@@ -29,7 +31,20 @@ __all__ = ["VALIDATORS", "Validator", "find", "validator"]
 
 _ORDER = [
     subject.__name__
-    for subject in (support, base, conversations, environments, batch, sampling, objective, rewards, engine, run)
+    for subject in (
+        support,
+        base,
+        conversations,
+        environments,
+        batch,
+        sampling,
+        objective,
+        distillation,
+        rewards,
+        engine,
+        megatron,
+        run,
+    )
 ]
 VALIDATORS.sort(key=lambda check: _ORDER.index(check.subject))
 

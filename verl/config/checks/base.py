@@ -6,18 +6,19 @@ from collections.abc import Callable, Iterator, Mapping
 from operator import attrgetter
 from typing import Literal, NamedTuple
 
-from verl.config.actor import ActorConfig, RefConfig
+from verl.config.actor import ActorConfig, FrozenModelConfig
 from verl.config.base import Config, Problem, ReadIf, get_path, leaves, peek
 from verl.config.critic import CriticConfig
 from verl.config.engine import STRATEGIES, FSDPConfig, StrategyTraits
-from verl.config.ppo import ACTOR, REF, RM, ROLLOUT, SHAPING, PPOConfig
+from verl.config.megatron import MegatronConfig
+from verl.config.ppo import ACTOR, REF, RM, ROLLOUT, SHAPING, TEACHER, PPOConfig
 from verl.config.reward import RewardModelConfig
 from verl.config.tree import show
 
 Severity = Literal["error", "warning", "advice"]
 IsGiven = Callable[[str], bool]
 """Whether the user set the option at a dotted key."""
-Role = ActorConfig | RefConfig | CriticConfig | RewardModelConfig
+Role = ActorConfig | FrozenModelConfig | CriticConfig | RewardModelConfig
 """Section of a role that runs a model."""
 
 
@@ -143,6 +144,10 @@ def scoring_roles(config: PPOConfig) -> Iterator[tuple[str, str, bool, int]]:
         for kind in ("ppo", "forward"):
             budget = f"critic.{kind}_max_token_len_per_gpu"
             yield f"critic.{kind}_micro_batch_size", budget, config.critic.use_dynamic_bsz, ranks
+    if config.distillation.enabled and not config.distillation.distillation_loss.is_full:
+        teacher = config.distillation.teacher
+        dynamic, ranks = teacher.log_prob_use_dynamic_bsz, config.dp_size(teacher)
+        yield f"{TEACHER}.{log_probs[0]}", f"{TEACHER}.{log_probs[1]}", dynamic, ranks
     if config.reward_model.enable:
         ranks, dynamic = config.dp_size(config.reward_model), config.reward_model.use_dynamic_bsz
         yield f"{RM}.micro_batch_size", f"{RM}.forward_max_token_len_per_gpu", dynamic, ranks
@@ -155,12 +160,17 @@ def models(config: PPOConfig) -> dict[str, Role]:
     sections |= {REF: shared.ref} if config.uses_reference else {}
     sections |= {"critic": config.critic} if config.uses_critic else {}
     sections |= {"reward_model": config.reward_model} if config.reward_model.enable else {}
+    sections |= {TEACHER: config.distillation.teacher} if config.distillation.enabled else {}
     return sections
 
 
 def sharded(config: PPOConfig) -> dict[str, str]:
     """Role -> its section about sharding, of the roles there are."""
-    return {key: f"{key}.fsdp_config" if key in (ACTOR, REF) else f"{key}.model.fsdp_config" for key in models(config)}
+    places = {}
+    for key, section in models(config).items():
+        fsdp = "fsdp_config" if key in (ACTOR, REF, TEACHER) else "model.fsdp_config"
+        places[key] = f"{key}.{'megatron' if section.strategy == 'megatron' else fsdp}"
+    return places
 
 
 class EngineRole(NamedTuple):
@@ -169,8 +179,8 @@ class EngineRole(NamedTuple):
     key: str
     section: Role
     place: str
-    """Key of its section about sharding, ``sharding``."""
-    sharding: FSDPConfig
+    """Key of its section about sharding, ``sharding``: ``fsdp_config``, or ``megatron``."""
+    sharding: FSDPConfig | MegatronConfig
     is_trained: bool
     engine: StrategyTraits
 

@@ -16,7 +16,7 @@ from verl.config.checks.base import (
     validator,
 )
 from verl.config.engine import deepspeed_conflicts
-from verl.config.ppo import ACTOR, MODEL, REF, RM, ROLLOUT, PPOConfig
+from verl.config.ppo import ACTOR, MODEL, REF, RM, ROLLOUT, TEACHER, PPOConfig
 from verl.config.tree import show
 from verl.utils.distribution import install_command
 
@@ -50,12 +50,12 @@ def sequence_parallel_size_divides_world_size(config: PPOConfig) -> Iterator[Pro
 def sequence_parallel_requires_remove_padding(config: PPOConfig) -> Iterator[Problem]:
     for key, role in models(config).items():
         # the reference runs the actor's model, and runs it as the actor does
-        switch = f"{ACTOR}.use_remove_padding" if key in (ACTOR, REF) else f"{key}.model.use_remove_padding"
+        switch = f"{ACTOR}.use_remove_padding" if key in (ACTOR, REF, TEACHER) else f"{key}.model.use_remove_padding"
         if role.ulysses_sequence_parallel_size > 1 and not get_path(config, switch):
             text = (
                 f"with {switch}=false: ranks can share one packed sequence, not padded rows. Set it to "
-                f"true{' (actor_rollout_ref.model.use_remove_padding)' if key in (ACTOR, REF) else ''}, or the size to "
-                "1."
+                f"true{' (actor_rollout_ref.model.use_remove_padding)' if switch.startswith(ACTOR) else ''}, or the "
+                "size to 1."
             )
             yield problem(config, f"{key}.ulysses_sequence_parallel_size", text, switch)
 
@@ -63,7 +63,8 @@ def sequence_parallel_requires_remove_padding(config: PPOConfig) -> Iterator[Pro
 @validator("error")
 def fsdp_size_divides_world_size(config: PPOConfig) -> Iterator[Problem]:
     world = config.trainer.world_size
-    for key in (f"{ACTOR}.fsdp_config", f"{REF}.fsdp_config", "critic.model.fsdp_config", f"{RM}.model.fsdp_config"):
+    own = (f"{key}.fsdp_config" for key in (ACTOR, REF, TEACHER, "critic.model", f"{RM}.model"))
+    for key in own:
         size = get_path(config, key).fsdp_size
         # more than there are workers means all of them
         if size == 0 or size < -1 or (size > 0 and world % min(size, world)):
@@ -75,7 +76,7 @@ def fsdp_size_divides_world_size(config: PPOConfig) -> Iterator[Problem]:
 def fp16_training_unsupported(config: PPOConfig) -> Iterator[Problem]:
     for role in engine_roles(config):
         formats = {
-            "mixed_precision.param_dtype": role.sharding.compute_dtype,
+            "dtype" if role.engine.has_megatron else "mixed_precision.param_dtype": role.sharding.compute_dtype,
             "model_dtype": role.sharding.master_dtype,
         }
         for name, chosen in formats.items():
@@ -89,7 +90,7 @@ def fp16_training_unsupported(config: PPOConfig) -> Iterator[Problem]:
 @validator("error")
 def offload_policy_requires_fsdp2(config: PPOConfig) -> Iterator[Problem]:
     for role in engine_roles(config):
-        if role.sharding.offload_policy and role.section.strategy == "fsdp1":
+        if role.section.strategy == "fsdp1" and role.sharding.offload_policy:
             text = (
                 f"needs fsdp2, and {role.key}.strategy=fsdp1. Use {role.key}.strategy=fsdp2, or param_offload and "
                 "optimizer_offload."
@@ -184,6 +185,15 @@ def deepspeed_config_conflicts(config: PPOConfig) -> Iterator[Problem]:
         for name, value, option in deepspeed_conflicts(role.section.deepspeed.config):
             key = f"{role.key}.deepspeed.config"
             yield Problem(key, f"{key}.{name}={show(value)} is decided by verl: {option}.")
+
+
+@validator("error")
+def learning_rate_falls_no_lower_than_itself(config: PPOConfig) -> Iterator[Problem]:
+    for key, role, _ in trained_roles(config):
+        for name in ("min_lr", "lr_warmup_init"):
+            if role.optim[name] > role.optim.lr and (name != "min_lr" or role.optim.warmup_style != "constant"):
+                text = f"is more than {key}.optim.lr={role.optim.lr:g}, the highest rate. Lower it."
+                yield problem(config, f"{key}.optim.{name}", text, f"{key}.optim.lr")
 
 
 @validator("error")
@@ -283,7 +293,8 @@ def deepspeed_options_unused(config: PPOConfig, is_given: IsGiven) -> Iterator[P
 def training_options_unused_without_training(config: PPOConfig, is_given: IsGiven) -> Iterator[Problem]:
     frozen = [role for role in engine_roles(config) if not role.is_trained]
     why = "weights that are not trained are kept in mixed_precision.param_dtype"
-    yield from unused(config, [f"{role.place}.model_dtype" for role in frozen], is_given, why)
+    keys = [f"{role.place}.model_dtype" for role in frozen if not role.engine.has_megatron]
+    yield from unused(config, keys, is_given, why)
     for role in frozen if config.trainer.device != "cpu" else ():  # there, the next warning names all offload
         why = f"the {'reference' if role.key == REF else 'reward model'} is not trained"
         yield from unused(config, [f"{role.place}.optimizer_offload"], is_given, why)
@@ -293,7 +304,8 @@ def training_options_unused_without_training(config: PPOConfig, is_given: IsGive
 def offload_options_unused(config: PPOConfig, is_given: IsGiven) -> Iterator[Problem]:
     roles, names = engine_roles(config), ("param_offload", "optimizer_offload", "offload_policy")
     if config.trainer.device == "cpu":
-        keys = [f"{role.place}.{name}" for role in roles for name in names]
+        keys = [f"{role.place}.{name}" for role in roles for name in names if name in role.sharding]
+        keys += [f"{role.place}.grad_offload" for role in roles if role.engine.has_megatron]
         keys += [f"{MODEL}.enable_activation_offload"]
         keys += ["critic.model.enable_activation_offload"] * config.uses_critic
         keys += [f"{role.key}.deepspeed.offload_{name}" for role in roles for name in ("param", "optimizer")]
@@ -301,7 +313,7 @@ def offload_options_unused(config: PPOConfig, is_given: IsGiven) -> Iterator[Pro
         yield from unused(config, keys, is_given, "with trainer.device=cpu all is in host memory")
         return
     for role in roles:
-        if role.sharding.offload_policy and not role.engine.is_one_process:
+        if role.sharding.get("offload_policy") and not role.engine.is_one_process:
             keys = [f"{role.place}.{name}" for name in names[:2] if role.sharding[name]]
             yield from unused(config, keys, is_given, f"{role.place}.offload_policy keeps both in host memory for good")
 
@@ -327,7 +339,7 @@ def sequence_parallel_for_short_sequences(config: PPOConfig) -> Iterator[Problem
 def bf16_weights_with_small_learning_rate(config: PPOConfig) -> Iterator[Problem]:
     for key, role, _ in trained_roles(config):
         place = f"{key}.model.fsdp_config" if key == "critic" else f"{key}.fsdp_config"
-        if get_path(config, place).master_dtype == "bf16" and role.optim.lr < 1e-4:
+        if role.strategy != "megatron" and get_path(config, place).master_dtype == "bf16" and role.optim.lr < 1e-4:
             text = (
                 f"with {key}.optim.lr={role.optim.lr:g}: bf16 has 8 bits, and steps so small are rounded away. Use "
                 "fp32."

@@ -3,6 +3,7 @@
 import glob
 import os
 import re
+import shutil
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,7 +11,6 @@ from pathlib import Path
 import verl.config.model_info as model_info  # whole: it imports this package, and may be imported first
 from verl.config.base import Problem, get_path
 from verl.config.checks.base import IsGiven, contradictions, given_below, problem, trained_roles, unused, validator
-from verl.config.checks.support import unsupported_but_off
 from verl.config.ppo import ACTOR, ROLLOUT, PPOConfig
 from verl.config.tree import show
 from verl.utils.import_utils import split_file_name
@@ -29,6 +29,15 @@ _CONTRADICTIONS = {
     ),
 }
 contradictions(__name__, _CONTRADICTIONS)
+
+PROFILERS = {
+    "actor": "actor_rollout_ref.profiler",
+    "rollout": f"{ROLLOUT}.profiler",
+    "ref": "actor_rollout_ref.ref.profiler",
+    "critic": "critic.profiler",
+    "reward_model": "reward_model.profiler",
+}
+"""Role -> the section of its profiler."""
 
 
 @validator("error")
@@ -89,11 +98,44 @@ def halting_rules_are_on(config: PPOConfig) -> Iterator[Problem]:
             yield problem(config, "trainer.halt_on", text, f"trainer.health.{rule}")
 
 
+@validator("error")
+def profiles_can_be_made(config: PPOConfig) -> Iterator[Problem]:
+    plan, trainer, steps = config.profile_plan, config.trainer, "trainer.profile_steps"
+    if not plan.steps:
+        return
+    if min(plan.steps) < 1:
+        yield problem(config, steps, "names a step that there is not: the first is 1.")
+    if plan.tool == "npu":
+        text = "needs torch_npu and the devices of Ascend, which are not supported. Use torch or torch_memory."
+        yield problem(config, "global_profiler.tool", text)
+    if plan.tool == "nsys":
+        key = "global_profiler.tool"
+        if trainer.controller != "ray" or trainer.device != "cuda":
+            text = "records CUDA in workers that Ray starts under it: set trainer.controller=ray and "
+            yield problem(config, key, f"{text}trainer.device=cuda, or tool=torch.", "trainer.controller")
+        elif shutil.which("nsys") is None:
+            text = "needs the program nsys, which is not on the PATH. Install NVIDIA Nsight Systems, or set tool=torch."
+            yield problem(config, key, text)
+    for name, role in plan.roles.items():
+        extra = [rank for rank in role.ranks or () if not 0 <= rank < max(trainer.world_size, config.rollout_beside)]
+        if role.enabled and extra and get_path(config, PROFILERS[name]).ranks:
+            text = f"names rank {extra[0]}, and there are {trainer.world_size}: they count from 0."
+            yield problem(config, PROFILERS[name] + ".ranks", text)
+
+
 # -- Settings of data, checkpoints, validation and the controller without effect -------------------------------------
 @validator("warning")
-def profiler_options_without_profile_steps(config: PPOConfig, is_given: IsGiven) -> Iterator[Problem]:
-    for key, needed in unsupported_but_off(config):
-        yield from unused(config, [key], is_given, f"{needed}=null profiles no step, and profilers are not built")
+def profiles_that_are_not_made(config: PPOConfig, is_given: IsGiven) -> Iterator[Problem]:
+    plan, steps = config.profile_plan, "trainer.profile_steps"
+    if plan.steps and not plan.is_on:
+        yield from unused(config, [steps], is_given, "profiler.enable=false for every role, so nothing is recorded")
+    elif plan.steps and plan.tool == "torch_memory" and config.trainer.device != "cuda":
+        text = "records CUDA's memory, of which there is none: the traces show each allocation of host memory instead"
+        yield problem(config, "global_profiler.tool", f"with trainer.device={config.trainer.device} {text}")
+    ahead = config.actor_rollout_ref.rollout.async_ratio
+    if plan.is_on and ahead and not config.actor_rollout_ref.hybrid_engine:
+        key = f"{ROLLOUT}.profiler.enable"
+        yield from unused(config, [key], is_given, f"{ROLLOUT}.async_ratio={ahead} keeps those processes busy")
 
 
 @validator("warning")

@@ -274,6 +274,8 @@ def fire_sampling_options_unused(config: PPOConfig, is_given: IsGiven) -> Iterat
 @validator("warning")
 def sampling_differs_from_trained_policy(config: PPOConfig) -> Iterator[Problem]:
     """Old log-probs are those of softmax(logits / temperature); tokens may be sampled from another distribution."""
+    if config.trainer.val_only:
+        return
     rollout = config.actor_rollout_ref.rollout
     shapes = {
         "do_sample": not rollout.do_sample,

@@ -108,8 +108,6 @@ class Limit(NamedTuple):
     """The way out."""
     works: tuple = ()
     """Values that work other than the default."""
-    requires: str = ""
-    """Dotted key without which (null) the option does nothing."""
 
     def options(self, config: Config) -> list[str]:
         """Dotted keys of the options meant."""
@@ -130,8 +128,6 @@ class Names(NamedTuple):
     """FILE.py:NAME names one too."""
 
 
-_NO_PROFILER = "use py-spy or torch.profiler around the run; timing_s/* metrics are logged at every step"
-
 LIMITS: tuple[Limit, ...] = (
     # backends
     *(
@@ -139,7 +135,7 @@ LIMITS: tuple[Limit, ...] = (
             f"{role}.strategy",
             "the Megatron backend",
             "use fsdp2 or deepspeed, or local for one process",
-            registered("workers/engine/*.py", "register_engine"),
+            registered("workers/engine/**/*.py", "register_engine"),
         )
         for role in (ACTOR, REF, "critic", RM)
     ),
@@ -150,18 +146,6 @@ LIMITS: tuple[Limit, ...] = (
         "loading the engine's first weights another way",
         "leave it alone: the actor's weights are handed over before sampling",
         ("auto", "dummy", "dummy_hf", "dummy_megatron", "hf", "dtensor", "megatron", "safetensors"),
-    ),
-    # run
-    Limit("trainer.profile_steps", "profiling of steps", _NO_PROFILER),
-    *(
-        Limit(key, what, _NO_PROFILER, requires="trainer.profile_steps")
-        for key, what in (
-            ("trainer.profile_continuous_steps", "profiling of steps"),
-            ("trainer.npu_profile.*", "the Ascend profiler"),
-            ("trainer.controller_nsight_options", "Nsight profiling"),
-            ("trainer.worker_nsight_options", "Nsight profiling"),
-            *((f"{place}.profiler.*", "profiling of roles") for place in ("actor_rollout_ref", "critic", RM)),
-        )
     ),
 )
 
@@ -199,8 +183,8 @@ NAMES: tuple[Names, ...] = (
     Names(
         "trainer.logger",
         "logger",
-        registered("telemetry/tracking.py", "register_backend"),
-        planned=("mlflow", "swanlab", "vemlp_wandb", "clearml", "trackio"),
+        registered("telemetry/track*.py", "register_backend"),
+        planned=("vemlp_wandb",),
         registry=("verl.telemetry.tracking", "_BACKENDS"),
     ),
 )
@@ -216,8 +200,6 @@ def unsupported_values(config: PPOConfig) -> Iterator[Problem]:
     """Options set to a value that is not implemented."""
     defaults = type(config)()
     for limit in LIMITS:
-        if limit.requires and get_path(config, limit.requires) is None:
-            continue  # ``unsupported_but_off`` gives these
         for key in limit.options(defaults):
             value, default = get_path(config, key), get_path(defaults, key)
             if value != default and value not in limit.works:
@@ -234,16 +216,6 @@ def unknown_names(config: PPOConfig) -> Iterator[Problem]:
             text = _judge_name(names, value, config)
             if text:
                 yield Problem(names.key, text)
-
-
-def unsupported_but_off(config: PPOConfig) -> Iterator[tuple[str, str]]:
-    """(key, key it requires) of unsupported options that differ from their default and do nothing without another."""
-    defaults = type(config)()
-    for limit in LIMITS:
-        if limit.requires and get_path(config, limit.requires) is None:
-            for key in limit.options(defaults):
-                if get_path(config, key) != get_path(defaults, key):
-                    yield key, limit.requires
 
 
 def _shown(value: Any, default: Any) -> str:

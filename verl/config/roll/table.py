@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from verl.config.base import did_you_mean
+from verl.config.command_line import quoted
 from verl.config.features import expand
 
 if TYPE_CHECKING:
@@ -83,7 +84,7 @@ def _text(value: Any) -> str:
     text = str(value)
     # Quoted, what hydra would read as a number, null or a truth value, and ~, which it expands.
     is_word = _BARE.fullmatch(text) and not re.fullmatch(r"(?i)null|true|false|nan|inf|[-+.\d_e]+", text)
-    return text if is_word and not text.startswith("~") else "'" + text.replace("\\", "\\\\").replace("'", "\\'") + "'"
+    return text if is_word and not text.startswith("~") else quoted(text)
 
 
 # -- Rows ------------------------------------------------------------------------------------------------------------

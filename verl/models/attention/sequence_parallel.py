@@ -49,14 +49,14 @@ def heads_to_tokens(x: Tensor, group: Group) -> Tensor:
 
 
 class _GatherUneven(torch.autograd.Function):
-    """x (n_r,) of each rank r -> (sum of n_r,) on all. Backward: this rank's part of the gradient, unsummed."""
+    """x (n_r, ...) of each rank r -> (sum of n_r, ...) on all. Backward: this rank's part of the gradient, unsummed."""
 
     @staticmethod
     def forward(ctx, x, counts, group):
         rank = dist.get_rank(group)
         # unlike an all-reduce, the gradient is not summed: every rank has the same loss
         ctx.first, ctx.count = sum(counts[:rank]), counts[rank]
-        wide = x.new_zeros(max(counts))
+        wide = x.new_zeros(max(counts), *x.shape[1:])
         wide[: len(x)] = x
         # gloo and nccl gather equal shapes only
         parts = [torch.empty_like(wide) for _ in counts]
@@ -75,7 +75,7 @@ def all_gather_uneven(x: Tensor, counts: Sequence[int], group: Group) -> Tensor:
     part of it comes from its own tokens only.
 
     Args:
-        x: (counts[rank],).
+        x: (counts[rank], ...).
         counts: of all ranks.
     """
     return _GatherUneven.apply(x, counts, group)
@@ -223,7 +223,7 @@ class SequenceShard:
         return whole.narrow(dim, self.start, self.length)
 
     def gather(self, results: Tensor) -> Tensor:
-        """All-gather results (n,) at this rank's positions into those at all t positions; differentiable."""
+        """All-gather results (n, ...) at this rank's positions into those at all t positions; differentiable."""
         return all_gather_uneven(results, self.counts, self.group).index_select(0, self.gather_index)
 
 

@@ -209,14 +209,22 @@ class RuleRewardManager(AbstractRewardManager):
         """Rewards (B, R) by the reward function, and its extra columns."""
         responses = data.ragged("responses")
         samples = self.read(data, responses)
+        scores, columns = self.score(samples, data)
+        if self.num_examine:
+            self._print(data, samples, scores, columns)
+        return place_on_last_token(scores, responses), columns
+
+    def score(self, samples: list[Sample], batch: DataProto) -> tuple[list[float], dict[str, list]]:
+        """Scores of samples, and the function's extra columns.
+
+        Args:
+            batch: says in its ``meta_info`` where they are from.
+        """
         if isinstance(self.compute_score, BySource):
             results = self.compute_score.share_out(samples, self.results)
         else:
             results = self.results(self.compute_score, samples)
-        scores, columns = self._collect(samples, results, data)
-        if self.num_examine:
-            self._print(data, samples, scores, columns)
-        return place_on_last_token(scores, responses), columns
+        return self._collect(samples, results, batch)
 
     def results(self, function: RawRewardFn, samples: list[Sample]) -> list[Any]:
         """What `call` returns; a failure of a built-in scorer that is the response's doing as `FailedByResponse`."""

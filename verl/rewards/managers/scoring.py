@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from verl.agents.base import STATUS_COLUMN, EpisodeStatus
-from verl.batch.ragged import Ragged
 from verl.config.rollout import loops_may_reward
 from verl.data.table import distinct_values
 from verl.protocol import DataProto
@@ -35,7 +34,7 @@ from verl.rewards.managers.rule import (
     AbstractRewardManager,
     RuleRewardManager,
 )
-from verl.rewards.scorers import built_in_options, runs_programs, unknown
+from verl.rewards.scorers import asserts_about_programs, built_in_options, runs_programs, unknown
 from verl.sandbox.containment import Uncontained, containment, is_allowed
 from verl.utils.fs import copy_to_local
 from verl.utils.import_utils import import_users_modules, load_extern_type, split_file_name
@@ -251,9 +250,7 @@ def without_failed(data: DataProto, on_error: str) -> Iterator[None]:
         yield
         return
     # the mask for good, the uid for the block only: later steps find the row's prompt again
-    mask = data.ragged("response_mask")
-    keep = torch.from_numpy(~failed).to(mask.values.device).repeat_interleave(mask.layout.lengths)
-    data.put("response_mask", Ragged(mask.values * keep.to(mask.values.dtype), mask.layout))
+    data.put("response_mask", data.ragged("response_mask").zero_rows(torch.from_numpy(failed)))
     uids = data.non_tensor_batch.get("uid")
     if uids is not None:
         alone = np.array([f"failed-{i}" for i in range(len(failed))], dtype=object)
@@ -307,10 +304,24 @@ def check_data_sources(config: Any, reward_fn: Any, datasets: Iterable[Any]) -> 
             if section.on_error == "stop":
                 raise unknown(source)
             logger.warning("%s", unknown(source))
+        if isinstance(source, str) and not may_reward and _is_forgeable(reward_fn.compute_score, source, options):
+            logger.warning(
+                "data_source=%r: reward_model.sandbox_fusion.url runs the assertions in the process of the program, so "
+                "a program made to fool them scores 1. Here the judge is another process: leave the url out, or look "
+                "at the programs of the highest scores.",
+                source,
+            )
         if isinstance(source, str) and not may_reward and _runs_programs(reward_fn.compute_score, source, options):
             is_free = options.get("allow_uncontained") or is_allowed()
             if not is_free and (missing := containment()):
                 raise Uncontained(missing)
+
+
+def _is_forgeable(function: RawRewardFn, data_source: str, options: Mapping[str, Any]) -> bool:
+    """Whether a service runs assertions of a data source together with the program that they judge."""
+    local = {name: value for name, value in options.items() if name != "sandbox_fusion_url"}
+    is_remote = local != options and _runs_programs(function, data_source, local)
+    return is_remote and asserts_about_programs(data_source, options)
 
 
 def _runs_programs(function: RawRewardFn, data_source: str, options: Mapping[str, Any]) -> bool:

@@ -214,6 +214,11 @@ def runs_programs(data_source: str, options: Mapping[str, Any]) -> bool:
     return path.startswith(_CODE.partition(":")[0] + ":") and not options.get("sandbox_fusion_url")
 
 
+def asserts_about_programs(data_source: str, options: Mapping[str, Any]) -> bool:
+    """Whether the built-in rule of a data source judges programs by assertions, not by what they print."""
+    return _entry(rule_of(data_source, options.get("score_as"))[0]) == f"{_CODE}_of_asserts"
+
+
 def built_in_rule(place: Any) -> dict[str, Any] | None:
     """Return the built-in rule that an entry of ``reward_model.by_source`` names: ``builtin``, ``builtin:NAME``, or a
     mapping of ``function`` (one of these) and keyword arguments; None: it names another function.

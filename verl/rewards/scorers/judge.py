@@ -20,6 +20,7 @@ from verl.rewards.scorers import is_for_judge
 from verl.rewards.scorers.http_json import ServiceError, pace, post, slot
 from verl.rewards.scorers.matching import after_thinking
 from verl.utils.exit_codes import ExitCode
+from verl.utils.fs import write_atomic
 from verl.utils.py_functional import convert_to_regular_types, excerpt
 
 PLACEHOLDERS = ("question", "response", "ground_truth", "data_source")
@@ -216,6 +217,5 @@ def _placeholders(text: str) -> set[str]:
 
 def _keep(path: Path, content: dict[str, Any]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_suffix(f".{os.getpid()}-{id(content)}.part")
-    part.write_text(json.dumps(content, ensure_ascii=False), encoding="utf-8")
-    os.replace(part, path)  # whole or not at all: other processes read it meanwhile
+    text = json.dumps(content, ensure_ascii=False)
+    write_atomic(path, lambda part: part.write_text(text, encoding="utf-8"))  # other processes read it meanwhile

@@ -23,8 +23,8 @@ Args = tuple[tuple, dict]
 
 # -- Rows of a call's batches: columns selected, padded or split over ranks, and brought back in order ----------------
 
-_MASKS = ("response_mask", "loss_mask")
-"""Columns that mark the tokens of the loss; zero on padding rows, so that these do not train."""
+_MASKS = ("response_mask", "loss_mask", "pairs")
+"""Columns that mark the tokens, or the rows, of the loss; zero on padding rows, so that these do not train."""
 
 
 class Padding(NamedTuple):

@@ -9,12 +9,13 @@ import inspect
 import os
 import socket
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from verl.single_controller.base.decorator import Dispatch, Execute, register
 from verl.single_controller.errors import WorkerError, describe
 from verl.telemetry.flight_recorder import RECORDER_VARIABLE, flight_recorder, watchdog
+from verl.telemetry.profiler import TraceFile, process_trace
 from verl.utils.exit_codes import exit_code
 from verl.utils.process import explanation
 
@@ -91,6 +92,23 @@ class Worker:
         return func(*args, **kwargs)
 
 
+class TracedWorker(Worker):
+    """A worker whose process can be recorded in profiled steps."""
+
+    role = ""
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def begin_trace(self, settings: Mapping[str, Any], ranks: Sequence[int] | None, parts: Sequence[str]) -> None:
+        """Record from now on, on the named ranks (None: all); see `verl.telemetry.profiler.ProcessTrace.begin`."""
+        if ranks is None or self.rank in ranks:
+            process_trace.begin(self.role, self.rank, settings, parts)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def end_trace(self) -> list[TraceFile]:
+        """End what ``begin_trace`` began; returns the files that this process wrote."""
+        return process_trace.end(self.role)
+
+
 class DistProfilerExtension:
     """Base of workers whose driver switches their profiler on and off.
 
@@ -164,7 +182,8 @@ class WorkerHost:
         worker = self._workers[role]
         if method == MESH_POSITIONS:
             return dict(vars(worker).get("_mesh_positions", {}))
-        output = self._guarded(role, method, getattr(worker, method), args, kwargs)
+        with process_trace.call(role, method):
+            output = self._guarded(role, method, getattr(worker, method), args, kwargs)
         return output if keep else None
 
     def _guarded(self, role: str, method: str, function: Callable, args, kwargs) -> Any:

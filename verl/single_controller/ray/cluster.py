@@ -69,6 +69,7 @@ def start_own_cluster(options: Mapping[str, Any], runtime_env: Mapping[str, Any]
         num_cpus=options.get("num_cpus") or max(8, os.cpu_count() or 1),
         object_store_memory=_object_store_bytes(options.get("object_store_memory_mb")),
         include_dashboard=bool(options.get("include_dashboard", False)),
+        dashboard_host="127.0.0.1",
         logging_level="WARNING",
         runtime_env=runtime_env or None,
     )

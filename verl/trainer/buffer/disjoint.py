@@ -22,6 +22,11 @@ T = TypeVar("T")
 
 Timing = dict[str, float]
 
+_LOST = (
+    "a process was lost while {}: the run ends. trainer.max_restarts=1 and trainer.save_freq "
+    "start such a run again from its newest checkpoint."
+)
+
 
 @dataclass
 class PendingRollout:
@@ -35,11 +40,17 @@ class PendingRollout:
     timing: Timing = field(default_factory=dict)
     """Seconds it took to start."""
     finished: DataProto | None = None
+    say: Callable[[str], None] = lambda message: None
+    """Prints a message to the user."""
 
     def result(self) -> DataProto:
         """Wait for them; return the same batch at every call."""
         if self.finished is None:
-            self.finished = self.future.get()
+            try:
+                self.finished = self.future.get()
+            except WorkerDied:
+                self.say(_LOST.format("it generated ahead, with weights that the actor no longer has"))
+                raise
         return self.finished
 
 
@@ -92,7 +103,8 @@ class DisjointRollout:
         sent, held = self._on_both(lambda: self.actor_wg.send_weights(self.dtype), self.rollout_wg.receive_weights)
         assert set(held) == {version}, f"ranks of the rollout confirmed {held}, version {version} was sent"
         if canaries := [canary for canary in self.rollout_wg.take_canary() if canary is not None]:
-            self.actor_wg.check_canaries(canaries)
+            if not all(self.actor_wg.check_canaries(canaries)):
+                self.actor_wg.check_canaries(canaries, self.rollout_wg.read_back())  # raises, with the tensors
         self.version, self.transfer = version, sent[0]
         return {"sync_weights": sent[0]["seconds"]}
 
@@ -117,7 +129,7 @@ class DisjointRollout:
             future = self.rollout_wg.start_generating(request)
         else:
             future = BackgroundCall(lambda: self.engine.generate_sequences(request))
-        self._pending = PendingRollout(self.version, steps_done, future, seconds)
+        self._pending = PendingRollout(self.version, steps_done, future, seconds, say=self._say)
         return self._pending
 
     def serve_rows(self, prompts: DataProto, generate: Any) -> tuple[Any, Timing]:
@@ -197,7 +209,9 @@ class DisjointRollout:
                 on_rollout,
                 is_echo=lambda error: isinstance(error, WorkerError) and "WeightLinkError" in error.cause,
             )
-        except WorkerGroupError:
+        except WorkerGroupError as error:
             self.actor_wg.stop()
             self.rollout_wg.stop()
+            if isinstance(error, WorkerDied):
+                self._say(_LOST.format("weights were transferred, and the other end waited for it"))
             raise

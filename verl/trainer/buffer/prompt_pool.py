@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from verl.checkpoint.rows_file import check_savable, load_rows, save_rows
-from verl.checkpoint.run_state import write_atomic
+from verl.checkpoint.run_state import write_durable
 from verl.config.algorithm import FilterGroupsConfig
 from verl.protocol import DataProto
 from verl.rewards.managers.rule import RESPONSE_ERROR_KEY, REWARD_ERROR_KEY, REWARD_ERROR_KIND_KEY
@@ -125,7 +125,7 @@ def save_pool(folder: Path, pool: PromptPool, **more: Any) -> None:
         if len(rows):
             save_rows(folder / f"rollout_{name}.safetensors", rows, {})
     state = {"tickets": entries, "batches_read": pool.batches_read, **more}
-    write_atomic(folder / STATE_FILE, lambda path: path.write_text(json.dumps(state)))
+    write_durable(folder / STATE_FILE, lambda path: path.write_text(json.dumps(state)))
 
 
 def load_pool(folder: Path, pool: PromptPool) -> dict[str, Any]:

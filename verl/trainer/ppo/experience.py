@@ -379,12 +379,10 @@ class Shaping:
             )
         if not dropped:
             return {}
-        keep = ~torch.stack(list(dropped.values())).any(0)
-        mask = batch.ragged("response_mask")
-        keep_token = keep.to(mask.values.device).repeat_interleave(mask.layout.lengths)
-        batch.put("response_mask", Ragged(mask.values * keep_token.to(mask.values.dtype), mask.layout))
+        out = torch.stack(list(dropped.values())).any(0)
+        batch.put("response_mask", batch.ragged("response_mask").zero_rows(out))
         metrics = {f"sample_mask/{why}_fraction": rows.double().mean().item() for why, rows in dropped.items()}
-        return {**metrics, "sample_mask/kept_fraction": keep.double().mean().item()}
+        return {**metrics, "sample_mask/kept_fraction": 1 - out.double().mean().item()}
 
     def shape_advantages(self, batch: DataProto) -> dict[str, float]:
         """Whiten and bound ``advantages``; ``returns`` stay as they are. Returns metrics."""

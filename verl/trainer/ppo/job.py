@@ -5,13 +5,12 @@ All cheap checks run first (``verl.preflight``). Only then do worker processes s
 
 from __future__ import annotations
 
-import gc
 import logging
 import os
-import signal
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,6 @@ from verl.algorithms.losses import get_policy_loss_fn
 from verl.config.base import ConfigError
 from verl.config.checks.batch import counted, optimizer_steps
 from verl.config.ppo import PPOConfig
-from verl.config.trainer import TrainerConfig
 from verl.data.env_groups import EnvGroupDataset
 from verl.data.loader import FileOrderSampler
 from verl.models.heads import stored_shapes, stores_head
@@ -30,19 +28,17 @@ from verl.rewards.managers.scoring import check_data_sources, load_reward_manage
 from verl.rewards.managers.self_test import try_reward_function
 from verl.rewards.reward_model import check_reward_model
 from verl.single_controller import get_controller
-from verl.telemetry.progress import RunSummary, print_summary, stop_notice
+from verl.telemetry.progress import RunSummary, print_summary
 from verl.telemetry.run_record import COMMAND, LOG
-from verl.trainer.leftovers import RUN_VARIABLE
+from verl.trainer.launch import check_device, running_workers
 from verl.trainer.ppo.placement import GLOBAL_POOL, ResourcePoolManager, Role, default_pools, default_roles
 from verl.trainer.ppo.ray_trainer import OneStepOffTrainer, RayPPOTrainer
 from verl.trainer.restarts import is_attempt
 from verl.trainer.run_folder import gpu_options, recorded_run, words_of_config
 from verl.utils.config import adopt_config, typed_config
-from verl.utils.distributed import destroy_global_process_group
-from verl.utils.exit_codes import StoppedEarly
 from verl.utils.fs import copy_to_local
 from verl.utils.import_utils import import_users_modules
-from verl.utils.process import Terminated, no_collection
+from verl.utils.process import no_collection
 from verl.utils.tokenizer import hf_processor, hf_tokenizer
 
 # -- plan of a run: its first lines on the screen ---------------------------------------------------------------------
@@ -56,12 +52,12 @@ def run_plan(trainer: RayPPOTrainer) -> str:
 def _lines(trainer: RayPPOTrainer) -> Iterator[tuple[str, str]]:
     config = trainer.config
     shared, keys = config.actor_rollout_ref, config.trainer
-    yield "model", _model(shared.model.path)
+    yield "model", model_line(shared.model.path)
     if trainer.use_critic:
         path, head = config.critic.model.path, {True: ", value head from there", False: ", new value head", None: ""}
-        yield "critic", _model(path) + head[stores_head(path)]
+        yield "critic", model_line(path) + head[stores_head(path)]
     if trainer.use_rm:
-        yield "rewards", _model(config.reward_model.model.path)
+        yield "rewards", model_line(config.reward_model.model.path)
     train, held_out = trainer.train_dataset, trainer.val_dataset
     if isinstance(train, EnvGroupDataset):
         yield "data", f"{train.summary}; " + (f"{held_out.summary} to validate" if held_out else "none to validate")
@@ -89,7 +85,8 @@ def _every(what: str, frequency: int) -> str:
     return f"{what} every {counted(frequency, 'step')}" if frequency > 0 else f"no {what}"
 
 
-def _model(path: str) -> str:
+def model_line(path: str) -> str:
+    """A model's path and size for the plan of a run."""
     number = stored_parameters(path)
     return path if number is None else f"{path}, {_rounded(number)} parameters"
 
@@ -131,15 +128,23 @@ class PPOJob:
         Raises:
             StoppedEarly: a signal or a limit of time ended it before its last step, with a checkpoint saved.
         """
-        with recorded_run(self.config, self.given_words):
-            # of all processes that the run starts: `verl clean` knows them by it
-            os.environ[RUN_VARIABLE] = str(Path(self.config.trainer.default_local_dir).expanduser().absolute())
-            try:
-                return self._run()
-            finally:
-                os.environ.pop(RUN_VARIABLE, None)
+        with self.prepared() as trainer, trainer.early_stop.signals():
+            trainer.fit()
+        return trainer
 
-    def _run(self) -> RayPPOTrainer:
+    @contextmanager
+    def prepared(self) -> Iterator[RayPPOTrainer]:
+        """Own the run's folder, check, start the workers; at the block's end they are gone, and a summary is printed.
+
+        Raises:
+            StoppedEarly: as `run`.
+        """
+        with recorded_run(self.config, self.given_words), self._workers() as trainer:
+            yield trainer
+
+    @contextmanager
+    def _workers(self) -> Iterator[RayPPOTrainer]:
+        """Check, build the trainer and start its workers; at the block's end stop them, and print what was done."""
         start = time.monotonic()
         with no_collection():
             self.check()
@@ -157,29 +162,9 @@ class PPOJob:
             print(*([f"reward   {report}"] if report else []), sep="\n", flush=True)
         for alarm in report.alarms if report else ():
             logger.warning("The reward function %s looks wrong: %s.", report.function, alarm)
-        try:
-            with no_collection():
-                trainer.controller.start(self.config.ray_init, self.config.ray_init.variables)
-                signal.signal(signal.SIGTERM, _stop_on_signal)  # Ray puts a handler of its own there
-                trainer.init_workers()
-            with trainer.early_stop.signals():
-                trainer.fit()
-            if trainer.early_stop.reason and trainer.global_steps < trainer.total_training_steps:
-                raise StoppedEarly
-        except BaseException as error:
-            trainer.run_log.progress.finish()  # or a failed run would leave its bar, and no cursor, on the screen
-            if step := trainer.global_steps:
-                total, newest = trainer.total_training_steps, trainer.last_checkpoint
-                why = trainer.early_stop.reason if isinstance(error, StoppedEarly) else None
-                trainer.run_log.progress.say(stop_notice(step, total, newest, self.command_line, why))
-            raise
-        finally:
-            trainer.buffer.close()
-            trainer.controller.stop()
-            destroy_global_process_group()  # a single rank lives in this process
-            gc.unfreeze()
+        with running_workers(trainer, self.config, self.command_line, trainer.buffer):
+            yield trainer
         print_summary(self.summary(trainer, time.monotonic() - start))
-        return trainer
 
     def check(self) -> None:
         """Run the checks that need neither Ray nor a model, unless the command line has run them.
@@ -237,17 +222,9 @@ class PPOJob:
         config = self.config
         os.environ.update({name: str(value) for name, value in config.ray_init.variables.items()})
         start_reward_functions(config)  # they load while tokenizer and data do, in the environment of the workers
-        path = copy_to_local(config.actor_rollout_ref.model.path)
-        trust = config.data.trust_remote_code or config.actor_rollout_ref.model.trust_remote_code
-        reading = {"trust_remote_code": trust, "chat_template": config.actor_rollout_ref.model.custom_chat_template}
-        tokenizer = hf_tokenizer(config.data.tokenizer or path, **reading)
-        processor = hf_processor(path, **reading)
+        tokenizer, processor = load_tokenizer(config)
         if config.reward_model.enable:
             check_reward_model(config, tokenizer)
-        if config.actor_rollout_ref.rollout.mode == "async":
-            from verl.agents.conversation import check_chat_template  # with the servers' packages: in this mode alone
-
-            check_chat_template(tokenizer, processor, config)
         roles = self.roles or default_roles(config)
         trainer_cls = self.trainer_cls
         if trainer_cls is RayPPOTrainer and config.actor_rollout_ref.rollout.async_ratio:
@@ -262,6 +239,24 @@ class PPOJob:
             val_reward_fn=load_reward_manager(config, tokenizer, num_examine=1),
             **(group_datasets(config) if config.env.makes_rows else {}),
         )
+
+
+def load_tokenizer(config: PPOConfig) -> tuple[Any, Any]:
+    """Return the tokenizer, and the processor of images or None, with the template that the config names.
+
+    Raises:
+        ValueError: agent loops cannot continue a conversation in that template.
+    """
+    model = config.actor_rollout_ref.model
+    path = copy_to_local(model.path)
+    trust = config.data.trust_remote_code or model.trust_remote_code
+    reading: dict[str, Any] = {"trust_remote_code": trust, "chat_template": model.custom_chat_template}
+    tokenizer, processor = hf_tokenizer(config.data.tokenizer or path, **reading), hf_processor(path, **reading)
+    if config.actor_rollout_ref.rollout.mode == "async":
+        from verl.agents.conversation import check_chat_template  # with the servers' packages: in this mode alone
+
+        check_chat_template(tokenizer, processor, config)
+    return tokenizer, processor
 
 
 def group_datasets(config: PPOConfig) -> dict[str, Any]:
@@ -364,30 +359,3 @@ def run_task(task_runner_class: Any, config: Any) -> None:
         ray.get(task_runner_class.remote().run.remote(config))
     finally:
         controller.stop()
-
-
-def check_device(trainer: TrainerConfig, rollout_devices: int = 0) -> None:
-    """Refuse devices this machine does not have, before anything is loaded; a disjoint rollout needs its own."""
-    from verl.utils.device import count_cuda_devices, cuda_problem
-
-    here = trainer.nnodes == 1 and not (trainer.controller == "ray" and "RAY_ADDRESS" in os.environ)
-    if trainer.device == "cuda" and here:
-        if problem := cuda_problem():
-            raise ConfigError([f"trainer.device=cuda: {problem}"])
-        devices = count_cuda_devices()
-        if trainer.n_gpus_per_node > devices:
-            text = f"trainer.n_gpus_per_node={trainer.n_gpus_per_node}, but this machine has {devices} CUDA devices. "
-            raise ConfigError([f"{text}Lower it to that number."])
-        if trainer.n_gpus_per_node + rollout_devices > devices:
-            text = (
-                f"trainer.n_gpus_per_node={trainer.n_gpus_per_node} and the rollout's {rollout_devices} "
-                f"(actor_rollout_ref.rollout.nnodes x n_gpus_per_node) are more than the {devices} CUDA devices of "
-                "this machine. Lower one of them, or share devices with actor_rollout_ref.hybrid_engine=true."
-            )
-            raise ConfigError([text])
-    if trainer.device == "cpu":
-        os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")
-
-
-def _stop_on_signal(number: int, frame: Any) -> None:
-    raise Terminated

@@ -276,13 +276,24 @@ def process_validation_metrics(
     Returns:
         data source -> variable -> metric -> value.
     """
+    found = prompt_metrics(data_sources, sample_uids, infos_dict, seed)
+    return {source: {name: _means(metrics) for name, metrics in own.items()} for source, own in found.items()}
+
+
+def prompt_metrics(
+    data_sources: Sequence[str],
+    sample_uids: Sequence[Any],
+    infos_dict: Mapping[str, Sequence[Any]],
+    seed: int = 42,
+) -> dict[str, dict[str, dict[str, np.ndarray]]]:
+    """As `process_validation_metrics`, with the values (Q,) of the prompts that have a metric, not their mean."""
     rows_of: dict[str, dict[Any, list[int]]] = defaultdict(lambda: defaultdict(list))
     for i, (source, prompt) in enumerate(zip(data_sources, sample_uids, strict=True)):
         rows_of[source][prompt].append(i)
     columns = {name: _numbers(values) for name, values in infos_dict.items()}
     preds = infos_dict.get("pred")
 
-    result: dict[str, dict[str, dict[str, float]]] = {}
+    result: dict[str, dict[str, dict[str, np.ndarray]]] = {}
     for source, prompts in rows_of.items():
         by_count: dict[int, list[list[int]]] = defaultdict(list)  # prompts with equally many samples go together
         for rows in prompts.values():
@@ -291,7 +302,7 @@ def process_validation_metrics(
         has_votes = preds is not None and any(preds[i] is not None for rows in prompts.values() for i in rows)
         votes = [_majority_shares(_vote_codes(preds, rows), seed) if has_votes else {} for rows in groups]
         result[source] = {
-            name: _means([_metrics_of_group(numbers[g], v, seed) for g, v in zip(groups, votes, strict=True)])
+            name: _joined([_metrics_of_group(numbers[g], v, seed) for g, v in zip(groups, votes, strict=True)])
             for name, (numbers, is_number) in columns.items()
             if all(is_number[rows].all() for rows in groups)
         }
@@ -425,13 +436,17 @@ def _numbers(values: Sequence[Any]) -> tuple[np.ndarray, np.ndarray]:
     return numbers, is_number
 
 
-def _means(groups: Sequence[Mapping[str, np.ndarray]]) -> dict[str, float]:
-    """Each metric's mean over the prompts that have it."""
+def _means(metrics: Mapping[str, np.ndarray]) -> dict[str, float]:
+    return {name: float(values.mean()) for name, values in metrics.items()}
+
+
+def _joined(groups: Sequence[Mapping[str, np.ndarray]]) -> dict[str, np.ndarray]:
+    """Each metric's values for the prompts that have it."""
     collected: dict[str, list[np.ndarray]] = defaultdict(list)
     for metrics in groups:
         for name, values in metrics.items():
             collected[name].append(values)
-    return {name: float(np.concatenate(parts).mean()) for name, parts in collected.items()}
+    return {name: np.concatenate(parts) for name, parts in collected.items()}
 
 
 # -- Scoring the validation set: mean, best and majority of k by data source -----------------------------------------

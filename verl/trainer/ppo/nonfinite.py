@@ -38,12 +38,17 @@ class NonFiniteGuard:
         tolerance: ``trainer.nonfinite_tolerance``; that many steps in a row without a finite gradient end the run.
         on_nonfinite: ``trainer.on_nonfinite``.
         decode: token ids to text, for messages.
+        look_for: what may be behind such gradients, for messages.
     """
 
     def __init__(
-        self, tolerance: int, on_nonfinite: str = "stop", decode: Callable[[list[int]], str] | None = None
+        self,
+        tolerance: int,
+        on_nonfinite: str = "stop",
+        decode: Callable[[list[int]], str] | None = None,
+        look_for: str = "extreme rewards",
     ) -> None:
-        self.tolerance, self.on_nonfinite, self.decode = tolerance, on_nonfinite, decode
+        self.tolerance, self.on_nonfinite, self.decode, self.look_for = tolerance, on_nonfinite, decode, look_for
         self.in_a_row = 0
 
     def check_columns(self, batch: DataProto, step: int) -> dict[str, float]:
@@ -100,7 +105,7 @@ class NonFiniteGuard:
             raise FloatingPointError(
                 f"{' and '.join(skipped)}: the gradient was not finite in {self.in_a_row} steps in a row, as many as "
                 f"trainer.nonfinite_tolerance={self.tolerance} allows (the last is step {step}; those optimizer steps "
-                f"were skipped). Lower optim.lr, look for extreme rewards, or raise the tolerance."
+                f"were skipped). Lower optim.lr, look for {self.look_for}, or raise the tolerance."
             )
 
 
@@ -121,9 +126,8 @@ def _bad_rows(batch: DataProto, name: str) -> Tensor | None:
         return None
     mask = batch.ragged("response_mask").values
     bad = ~column.values.isfinite() & (mask != 0)
-    row = torch.arange(len(batch)).repeat_interleave(column.layout.lengths)
     rows = torch.zeros(len(batch), dtype=torch.bool)
-    rows[row[bad]] = True
+    rows[column.layout.row_numbers[bad]] = True
     return rows if bool(rows.any()) else None
 
 
@@ -132,6 +136,4 @@ def _take_out(batch: DataProto, columns: list[str], rows: Tensor) -> None:
     for name in columns:
         column = batch.ragged(name)
         batch.put(name, Ragged(torch.where(column.values.isfinite(), column.values, 0), column.layout))
-    mask = batch.ragged("response_mask")
-    keep = (~rows).repeat_interleave(mask.layout.lengths).to(mask.values.dtype)
-    batch.put("response_mask", Ragged(mask.values * keep, mask.layout))
+    batch.put("response_mask", batch.ragged("response_mask").zero_rows(rows))

@@ -16,6 +16,7 @@ from typing import Any
 
 from verl.config.ppo import PPOConfig
 from verl.single_controller import get_controller
+from verl.trainer.ppo.profiles import nsight_options
 from verl.utils.config import typed_config
 
 
@@ -29,6 +30,7 @@ class Role(Enum):
     RefPolicy = 4
     RewardModel = 5
     ActorRolloutRef = 6
+    Teacher = 7
 
     def __str__(self) -> str:
         return _ROLE_NAMES[self]
@@ -50,6 +52,7 @@ _ROLE_NAMES = {
     Role.RefPolicy: "ref",
     Role.RewardModel: "rm",
     Role.ActorRolloutRef: "actor_rollout_ref",
+    Role.Teacher: "teacher",
 }
 
 
@@ -163,6 +166,7 @@ def default_roles(config: Any) -> dict[Role, type]:
     from verl.workers.disjoint import ActorWorker, RolloutWorker
     from verl.workers.reward_model import RewardModelWorker
     from verl.workers.roles import ActorRolloutRefWorker, CriticWorker
+    from verl.workers.teacher import TeacherWorker
 
     config = typed_config(config)
     roles: dict[Role, type] = {Role.ActorRollout: ActorRolloutRefWorker}
@@ -174,6 +178,8 @@ def default_roles(config: Any) -> dict[Role, type]:
         roles[Role.Critic] = CriticWorker
     if need_reward_model(config):
         roles[Role.RewardModel] = RewardModelWorker
+    if config.distillation.enabled:
+        roles[Role.Teacher] = TeacherWorker
     return roles
 
 
@@ -199,18 +205,24 @@ def start_worker_groups(
 ) -> dict[Role, Any]:
     """Start the processes and return one worker group a role; the models are not loaded yet.
 
-    A critic, reference or reward model in ``roles`` that ``config`` does not use is not started.
+    A critic, reference, reward model or teacher in ``roles`` that ``config`` does not use is not started.
     """
     has_reference = need_reference_policy(config) and not ref_in_actor(config)
     needed = {
         Role.Critic: need_critic(config),
         Role.RefPolicy: has_reference,
         Role.RewardModel: need_reward_model(config),
+        Role.Teacher: config.distillation.enabled,
     }
     if needed[Role.RewardModel] and Role.RewardModel not in roles:
         raise ValueError(
             "reward_model.enable=true, and role_worker_mapping names no worker for Role.RewardModel. Map it to "
             "verl.workers.fsdp_workers.RewardModelWorker, and give it a pool."
+        )
+    if needed[Role.Teacher] and Role.Teacher not in roles:
+        raise ValueError(
+            "distillation.enabled=true, and role_worker_mapping names no worker for Role.Teacher. Map it to "
+            "verl.workers.teacher.TeacherWorker, and give it the actor's pool."
         )
     roles = {role: cls for role, cls in roles.items() if needed.get(role, True)}
     pools.create_resource_pool(controller)
@@ -224,6 +236,7 @@ def start_worker_groups(
         "sequence_length": rollout.max_model_len or rollout.prompt_length + rollout.response_length,
         "timeout_s": config.actor_rollout_ref.nccl_timeout,
         "tokenizer_path": config.data.tokenizer,
+        "distillation": config.distillation if config.distillation.enabled else None,
     }
     by_pool: dict[str, dict[str, Any]] = {}
     for role, cls in roles.items():
@@ -232,20 +245,44 @@ def start_worker_groups(
         takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
         classes.kwargs.update((name, value) for name, value in settings.items() if takes_all or name in parameters)
         by_pool.setdefault(pools.mapping[role], {})[str(role)] = classes
+    nsight = nsight_options(config.profile_plan, config.trainer.worker_nsight_options, config.trainer.default_local_dir)
+    groups = start_groups(by_pool, pools, controller, config.trainer, device, settings, worker_group_cls, nsight)
+    return {role: groups[str(role)] for role in roles}
+
+
+def start_groups(
+    by_pool: Mapping[str, Mapping[str, Any]],
+    pools: ResourcePoolManager,
+    controller: Any,
+    trainer: Any,
+    device: str,
+    settings: Mapping[str, Any],
+    worker_group_cls: type | None = None,
+    nsight: Mapping[str, Any] | None = None,
+) -> dict[str, Any]:
+    """Start the processes of each pool with the roles that share it; returns a worker group a role.
+
+    Args:
+        by_pool: pool -> role -> its class with arguments.
+        trainer: the ``trainer`` section.
+        settings: arguments of the workers' constructors.
+        nsight: options of ``nsys profile``, under which Ray starts the processes. Empty: they start without it.
+    """
     groups: dict[str, Any] = {}
     for pool, classes in by_pool.items():
         host = controller.create_colocated_worker_cls(classes)
         group = (worker_group_cls or controller.WorkerGroup)(
             pools.resource_pool_dict[pool],
             host,
-            ray_wait_register_center_timeout=config.trainer.ray_wait_register_center_timeout,
-            timeout=config.trainer.worker_timeout,
+            ray_wait_register_center_timeout=trainer.ray_wait_register_center_timeout,
+            timeout=trainer.worker_timeout,
             device_name=device,
+            **({"worker_nsight_options": nsight, "profile_steps": [1]} if nsight else {}),
         )
         groups.update(group.spawn(prefix_set=classes.keys()))
     for group in groups.values():
-        group.set_deadlines(config.trainer.deadlines)
+        group.set_deadlines(trainer.deadlines)
         if hasattr(group, "configure"):  # a user's subclass may not have handed them on
             group.configure(settings)
             group.after_start = partial(group.configure, settings)
-    return {role: groups[str(role)] for role in roles}
+    return groups

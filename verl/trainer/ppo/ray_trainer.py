@@ -6,6 +6,7 @@ another estimator needs only a registered function. The same loop runs on Ray an
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -15,7 +16,6 @@ import torch
 
 from verl.algorithms.aggregate import agg_loss
 from verl.algorithms.kl import get_kl_controller
-from verl.algorithms.resample import resample_rows
 from verl.checkpoint import run_state as checkpoint
 from verl.checkpoint.run_state import RunCheckpoints, saved_groups
 from verl.config.unused_options import check_unused_options
@@ -68,6 +68,7 @@ from verl.trainer.ppo.placement import (
     ref_in_actor,
     start_worker_groups,
 )
+from verl.trainer.ppo.profiles import StepProfiles
 from verl.trainer.ppo.recipe_names import RecipeNames
 from verl.trainer.ppo.rollout_correction import (
     MismatchMonitor,
@@ -78,14 +79,14 @@ from verl.trainer.ppo.rollout_correction import (
 )
 from verl.trainer.ppo.run_log import RunLog, texts
 from verl.trainer.ppo.step_bundle import StepRecorder
-from verl.trainer.ppo.trajectories import JoinedTrajectories, trajectory_sums
+from verl.trainer.ppo.teachers import Teachers
+from verl.trainer.ppo.trajectories import JoinedTrajectories, resampled_by_score
 from verl.trainer.restarts import note_step
 from verl.utils.config import adopt_config, typed_config
 from verl.utils.import_utils import import_users_modules
 from verl.utils.py_functional import derive_seed
 
-_timer = marked_timer
-"""Its name until v0.4."""
+_timer = marked_timer  # its name until v0.4
 
 __all__ = [
     "AdvantageEstimator",
@@ -153,15 +154,12 @@ class RayPPOTrainer(RecipeNames):
                 f"actor_rollout_ref.rollout.async_ratio={ratio}: {type(self).__name__} generates each batch when it "
                 "is needed. Let it inherit from verl.trainer.ppo.ray_trainer.OneStepOffTrainer, or set 0."
             )
-        self.tokenizer = tokenizer
-        self.processor = processor
-        self.role_worker_mapping = role_worker_mapping
-        self.resource_pool_manager = resource_pool_manager
+        self.tokenizer, self.processor = tokenizer, processor
+        self.role_worker_mapping, self.resource_pool_manager = role_worker_mapping, resource_pool_manager
         self.controller = get_controller(getattr(ray_worker_group_cls, "controller", config.trainer.controller))
         resource_pool_manager.controller = self.controller
         self.ray_worker_group_cls = ray_worker_group_cls
-        self.reward_fn = reward_fn
-        self.val_reward_fn = val_reward_fn
+        self.reward_fn, self.val_reward_fn = reward_fn, val_reward_fn
         self.device_name = device_name or config.trainer.device
         self.use_critic = need_critic(config)
         self.skips_old_log_probs = config.actor_rollout_ref.actor.skip_old_log_probs
@@ -172,7 +170,7 @@ class RayPPOTrainer(RecipeNames):
         self.row_cost = row_cost(config.actor_rollout_ref.model.path)
         self.use_reference_policy = need_reference_policy(config)
         self.ref_in_actor = ref_in_actor(config)
-        self.use_rm = need_reward_model(config)
+        self.use_rm, self.teachers = need_reward_model(config), Teachers(config.distillation)
         self.kl_ctrl_in_reward = get_kl_controller(config.algorithm.kl_ctrl)
         rollout = config.actor_rollout_ref.rollout
         self.shaping = Shaping(config.algorithm, rollout.response_length, config.data.reward_fn_key)
@@ -180,6 +178,7 @@ class RayPPOTrainer(RecipeNames):
         self.say = self.run_log.say
         self.mismatch = MismatchMonitor(config, tokenizer.decode)
         self._create_dataloader(train_dataset, val_dataset, collate_fn, train_sampler)
+        self.teachers.check_sources([self.train_dataset])
         check_agent_names(config, [self.train_dataset, self.val_dataset])
         self.steps_per_epoch = len(self.train_dataloader)
         self.buffer = RolloutBuffer(config, self.train_dataloader, self.say)
@@ -188,18 +187,17 @@ class RayPPOTrainer(RecipeNames):
         keys = config.trainer
         self.nonfinite_guard = NonFiniteGuard(keys.nonfinite_tolerance, keys.on_nonfinite, tokenizer.decode)
         self.recorder = StepRecorder(keys, self.say)
+        self.profiles = StepProfiles(config.profile_plan, keys.default_local_dir, self.say)
         self.health = HealthMonitor(config, self.total_training_steps)
         self.token_entropy: float | None = None
-        self.has_warned_unused_reward = False
+        self.has_warned_unused_reward = self.has_warned_single_turns = self.has_checked_keys = False
         self.memory_report = MemoryReport(self.say)
         ledger = Path(config.trainer.default_local_dir).expanduser() / "memory.jsonl"
         self.run_memory = RunMemory(ledger if config.trainer.memory_ledger else None)
         self.global_steps = 0
-        self.has_warned_single_turns = False
         self.validations: list[tuple[int, dict[str, float]]] = []
         self.metrics: dict[str, float] = {}
         self.timing: dict[str, float] = {}
-        self.has_checked_keys = False
         self.pending_reward: BackgroundCall | None = None
         self.worker_groups: dict[Role, Any] = {}
 
@@ -239,14 +237,18 @@ class RayPPOTrainer(RecipeNames):
     # -- the algorithm ------------------------------------------------------------------------------------------------
 
     def fit(self) -> None:
+        """Run all `steps`."""
+        deque(self.steps(), maxlen=0)
+
+    def steps(self) -> Iterator[tuple[int, DataProto]]:
         """PPO (Schulman et al. 2017, arXiv:1707.06347) with the roles of HybridFlow (arXiv:2409.19256).
 
         Sample responses, score them, evaluate them under the policy, the reference and the critic, estimate how much
-        better than expected each was, and improve the critic and the policy.
+        better than expected each was, and improve the critic and the policy. Yields each finished step and its batch.
         """
         self.start()
         for step, prompts in self.prompt_batches():
-            with self.timed("step"), self.recorder.step(self):
+            with self.profiles.step(step, self.idle_groups), self.timed("step"), self.recorder.step(self):
                 batch = self.rollout(prompts)  # y ~ pi_old(.|x), n per prompt
                 batch = self.score(batch)  # r(x, y)
                 batch = self.choose_groups(batch)  # with filter_groups: those whose rewards differ, drawing more
@@ -254,6 +256,7 @@ class RayPPOTrainer(RecipeNames):
                 batch = self.estimate_advantages(batch)  # KL in reward, then GAE | GRPO | RLOO | ...
                 self.improve(batch)  # critic, then actor once past critic_warmup
             self.finish_step(step, batch)  # validate, save, log
+            yield step, batch
         self.stop()
 
     def rollout(self, prompts: DataProto) -> DataProto:
@@ -367,6 +370,10 @@ class RayPPOTrainer(RecipeNames):
         if self.use_reference_policy and need_ref_log_prob(self.options):
             with self.timed("ref"):
                 batch = batch.union(self.ref_wg.compute_ref_log_prob(batch))
+        if self.teachers.score_rows:
+            with self.timed("teacher"):
+                batch, metrics = self.teachers.score(batch, self.teacher_wg)  # log pi_teacher
+                self.metrics.update(metrics)
         if self.use_critic:
             with self.timed("values"):
                 batch = batch.union(self.critic_wg.compute_values(batch))
@@ -458,16 +465,10 @@ class RayPPOTrainer(RecipeNames):
 
     def resampled(self, batch: DataProto) -> DataProto:
         """Return as many rows, sampled with replacement by their scores as ``algorithm.pf_ppo`` says."""
-        scores, options = response_column(batch, "token_level_scores").sum(-1), self.config.algorithm.pf_ppo
-        scores = trajectory_sums(batch, scores)
         seed = derive_seed(self.seed, "pf_ppo", self.global_steps)
-        rows = resample_rows(scores, options.reweight_method, options.weight_pow, seed)
-        self.metrics["pf_ppo/unique_share"] = len(rows.unique()) / len(rows)
-        self.metrics["pf_ppo/score/mean"] = scores[rows].mean().item()
-        resampled = batch.select_idxs(rows)
-        tokens = resampled.ragged("attention_mask").layout.lengths.tolist()
-        resampled.meta_info = {**batch.meta_info, "global_token_num": tokens}
-        return resampled
+        batch, metrics = resampled_by_score(batch, self.config.algorithm.pf_ppo, seed)
+        self.metrics.update(metrics)
+        return batch
 
     @property
     def updates_actor(self) -> bool:
@@ -536,7 +537,7 @@ class RayPPOTrainer(RecipeNames):
         self.actor_wg = self.actor_rollout_wg = groups.get(Role.ActorRollout) or groups[Role.Actor]
         self.rollout_wg = groups.get(Role.Rollout)
         self.critic_wg = groups.get(Role.Critic)
-        self.rm_wg = groups.get(Role.RewardModel)
+        self.rm_wg, self.teacher_wg = groups.get(Role.RewardModel), groups.get(Role.Teacher)
         self.ref_wg = self.ref_policy_wg = groups.get(Role.RefPolicy, self.actor_wg if self.ref_in_actor else None)
         self.buffer.connect(
             self.options, self.actor_wg, self.rollout_wg, self.tokenizer, self.processor, trainer_config=self.config
@@ -599,16 +600,14 @@ class RayPPOTrainer(RecipeNames):
             self.early_stop.saved(self.timing["save_checkpoint"])
         n_gpus = self.resource_pool_manager.get_n_gpus()
         if trainer.memory_ledger:
-            busy = self.rollout_wg if self.buffer.generates_ahead else None  # a call would wait for its responses
-            idle = (group for group in self.worker_groups.values() if group is not busy)
-            self.metrics.update(self.memory_report.metrics(idle))
+            self.metrics.update(self.memory_report.metrics(self.idle_groups.values()))
         epoch = (self.buffer.batches_read(step) - 1) // self.steps_per_epoch
         self.metrics.update({"training/global_step": step, "training/epoch": epoch})
         self.metrics.update(compute_timing_metrics(batch=batch, timing_raw=self.timing))
         self.metrics.update(compute_throughout_metrics(batch=batch, timing_raw=self.timing, n_gpus=n_gpus))
         if last or ends or is_test or step % trainer.log_freq == 0:
             self.run_log.log(step, self.metrics)
-        self.run_log.progress.update(step, self.metrics)
+        self.run_log.step_done(step, self.metrics, batch)
         self.health.check(step, self.last_checkpoint)
         if self.updates_actor and not self.has_checked_keys:  # every role has run: trainer.unread_keys
             self.has_checked_keys = True
@@ -627,6 +626,7 @@ class RayPPOTrainer(RecipeNames):
 
     def stop(self) -> None:
         """Finish saving, and close the loggers."""
+        self.profiles.end(self.global_steps)
         self.finish_saving()
         if message := self.health.summary():
             self.say(message)
@@ -723,7 +723,7 @@ class RayPPOTrainer(RecipeNames):
 
     def timed(self, name: str) -> Any:
         """Count the seconds of a block as ``timing_s/{name}``."""
-        return marked_timer(name, self.timing)
+        return self.run_log.timed(name, self.timing)
 
 
 class OneStepOffTrainer(RayPPOTrainer):

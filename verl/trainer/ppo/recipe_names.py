@@ -70,6 +70,7 @@ class RecipeNames:
             Role.Critic: "critic_wg",
             Role.RefPolicy: "ref_policy_wg",
             Role.RewardModel: "rm_wg",
+            Role.Teacher: "teacher_wg",
         }
         groups = {role: getattr(self, name, None) for role, name in names.items()}
         if groups[Role.ActorRollout] is None:
@@ -78,6 +79,12 @@ class RecipeNames:
                 "init_workers() before fit(), and let one of your own set it."
             )
         return {role: group for role, group in groups.items() if group is not None}
+
+    @property
+    def idle_groups(self: Any) -> dict[Role, Any]:
+        """Worker groups that answer a call at once: without a rollout that generates ahead."""
+        busy = self.rollout_wg if self.buffer.generates_ahead else None
+        return {role: group for role, group in self.worker_groups.items() if group is not busy}
 
     def compute_rollout_importance_weights_and_add_to_batch(self, batch: DataProto) -> tuple[DataProto, dict]:
         """Weigh or reject tokens as ``algorithm.rollout_correction`` says: the batch, and the metrics of it."""

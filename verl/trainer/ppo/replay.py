@@ -32,7 +32,7 @@ from verl.utils.config import typed_config
 
 STAGES = {
     "rewards": ("token_level_scores",),
-    "log-probs": ("old_log_probs", "ref_log_prob", "values", "rollout_is_weights"),
+    "log-probs": ("old_log_probs", "ref_log_prob", "teacher_log_probs", "values", "rollout_is_weights"),
     "advantages": ("token_level_rewards", "advantages", "returns"),
 }
 """Columns that each stage adds, in the order of the data flow."""
@@ -182,9 +182,8 @@ def _compare(stage: str, name: str, recorded: DataProto, batch: DataProto) -> Co
     same = (old == new) | (old.isnan() & new.isnan())
     if bool(same.all()):
         return Comparison(stage, name, 0.0, "equal")
-    rows = torch.arange(len(batch)).repeat_interleave(batch.ragged(name).layout.lengths)
     worst = (old.double() - new.double()).abs().nan_to_num(math.inf)
-    first = int(rows[~same][0])
+    first = int(batch.ragged(name).layout.row_numbers[~same][0])
     text = f"differs in {int((~same).sum())} of {same.numel()} tokens, by up to {float(worst.max()):.3g}"
     return Comparison(stage, name, float(worst.max()), f"{text}; first in {sample_name(batch, first)}")
 

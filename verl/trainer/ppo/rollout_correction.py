@@ -266,8 +266,9 @@ def _causes(shared: ActorRolloutRefConfig) -> Iterator[str]:
 
 def _number_formats(shared: ActorRolloutRefConfig) -> Iterator[str]:
     rollout = PrecisionType.to_dtype(shared.rollout.dtype)
-    actor = PrecisionType.to_dtype(shared.actor.fsdp_config.compute_dtype)
-    key = "actor_rollout_ref.actor.fsdp_config.mixed_precision.param_dtype"
+    actor = PrecisionType.to_dtype(shared.actor.sharding.compute_dtype)
+    name = "megatron.dtype" if shared.actor.strategy == "megatron" else "fsdp_config.mixed_precision.param_dtype"
+    key = f"actor_rollout_ref.actor.{name}"
     if rollout != actor:
         computes = str(actor).removeprefix("torch.")
         yield (

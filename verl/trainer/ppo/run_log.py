@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
-from collections.abc import Callable, Mapping, Sequence
+import math
+import shutil
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +17,18 @@ import numpy as np
 from verl.checkpoint.rank_files import full_disk_is_said
 from verl.config.ppo import PPOConfig
 from verl.protocol import DataProto
+from verl.telemetry.profiler import marked_timer
 from verl.telemetry.progress import Progress
 from verl.telemetry.rollout_trace import Trace, open_trace
 from verl.telemetry.tracking import Tracking, ValidationGenerationsLogger, check_backends
+from verl.telemetry.trajectories import Style, number_text, shortened, visible
+from verl.telemetry.trajectories import columns as aligned
 from verl.trainer.buffer.over_sampling import FINISH_PLACE
 from verl.trainer.ppo.episodes import FAILED, episodes_of, plain, trajectory_records
 from verl.trainer.ppo.experience import response_column
 from verl.trainer.run_folder import open_run_record
 from verl.utils.config import typed_config
+from verl.utils.fs import write_atomic
 
 
 def texts(batch: DataProto, tokenizer: Any) -> tuple[list[str], list[str]]:
@@ -36,25 +44,143 @@ def reward_columns(batch: DataProto) -> list[str]:
     return [name for name in batch.meta_info.get("reward_extra_keys", ()) if name in batch.non_tensor_batch]
 
 
-def dump_batch(folder: str, step: int, batch: DataProto, tokenizer: Any, source_key: str = "data_source") -> Path:
-    """Write the samples of a scored batch to ``{folder}/{step}.jsonl``.
+def dump_batch(
+    folder: str,
+    step: int,
+    batch: DataProto,
+    tokenizer: Any,
+    source_key: str = "data_source",
+    tokens: Mapping[int, Mapping[str, list]] | None = None,
+) -> Path:
+    """Write the samples of a scored batch to ``{folder}/{step}.jsonl``; see `sample_rows_of_batch`."""
+    return _write_samples(folder, step, sample_rows_of_batch(step, batch, tokenizer, source_key, tokens))
+
+
+def sample_rows_of_batch(
+    step: int,
+    batch: DataProto,
+    tokenizer: Any,
+    source_key: str = "data_source",
+    tokens: Mapping[int, Mapping[str, list]] | None = None,
+) -> list[dict[str, Any]]:
+    """Return the samples of a scored batch, as they are written to files.
 
     Besides the columns of `describe`, ``reward`` is what the advantages were estimated from (scores, shaped, less the
     KL penalty) and ``advantage`` their mean over the tokens the policy sampled. Trajectories have their turns besides
     (`trajectory_records`).
+
+    Args:
+        tokens: row -> its columns of tokens (`TokenColumns`), for the rows that have them in the file.
     """
     inputs, outputs = texts(batch, tokenizer)
-    scores = response_column(batch, "token_level_scores").sum(-1).tolist()
-    columns = describe(batch, source_key)
+    columns = describe(batch, source_key) | scored(batch)
+    scores = columns.pop("score")
+    names = [*reward_columns(batch), *([FINISH_PLACE] if FINISH_PLACE in batch.non_tensor_batch else [])]
+    columns |= {name: batch.non_tensor_batch[name].tolist() for name in names}
+    trajectories = trajectory_records(batch, episodes_of(batch, scores), tokenizer.batch_decode)
+    return sample_rows(step, inputs, outputs, scores, ground_truths(batch), columns, trajectories, tokens or {})
+
+
+def scored(batch: DataProto) -> dict[str, list[float]]:
+    """Return score, reward and advantage of each row, of those that it has; see `dump_batch`."""
+    columns = {"score": response_column(batch, "token_level_scores").sum(-1).tolist()}
     if "token_level_rewards" in batch.keys():
         columns["reward"] = response_column(batch, "token_level_rewards").sum(-1).tolist()
     if "advantages" in batch.keys():
         advantages, mask = response_column(batch, "advantages"), response_column(batch, "response_mask")
         columns["advantage"] = ((advantages * mask).sum(-1) / mask.sum(-1).clamp(min=1)).tolist()
-    names = [*reward_columns(batch), *([FINISH_PLACE] if FINISH_PLACE in batch.non_tensor_batch else [])]
-    columns |= {name: batch.non_tensor_batch[name].tolist() for name in names}
-    trajectories = trajectory_records(batch, episodes_of(batch, scores), tokenizer.batch_decode)
-    return dump_samples(folder, step, inputs, outputs, scores, ground_truths(batch), columns, trajectories)
+    return columns
+
+
+def sample_table(step: int, batch: DataProto, tokenizer: Any, width: int, count: int = 2) -> str:
+    """Return a table of the ``count`` best and worst responses of a step, for a terminal of ``width`` columns.
+
+    Score, parts of the reward that are numbers, advantage and length; below each the end of its prompt and its text.
+    Failed episodes are left out.
+    """
+    numbers = scored(batch)
+    scores, advantages = numbers["score"], numbers.get("advantage", [0.0] * len(batch))
+    failed = {i for episode in episodes_of(batch, scores) if episode.failed for i in episode.rows}
+    left = [i for i in range(len(batch)) if i not in failed]
+    if not left:
+        return f"samples of step {step}: none, since all episodes failed"
+    order = sorted(left, key=lambda i: (math.isnan(scores[i]), -scores[i], -advantages[i], i))
+    best = order[: min(count, (len(order) + 1) // 2)]
+    chosen = best + order[len(best) :][-count:]
+    for name in reward_columns(batch):
+        values = [plain(value) for value in batch.non_tensor_batch[name]]
+        if name not in numbers and all(isinstance(value, int | float) for value in values):
+            numbers[name] = values
+    names = [name for name in numbers if name == "score" or numbers[name] != scores][:6]
+    lengths = batch.ragged("responses").layout.lengths.tolist()
+    inputs, outputs = texts(batch.select_idxs(chosen), tokenizer)
+    rows = [["", *names, "tokens"]]
+    for place, i in enumerate(chosen):
+        word = "best" if place < len(best) else "worst"
+        rows.append([word, *(number_text(float(numbers[name][i])) for name in names), str(lengths[i])])
+    lines = aligned(rows, Style(False), width, left=(0,)).split("\n")
+    room = max(20, width - 13)
+    for place in reversed(range(len(chosen))):
+        prompt, response = (" ".join(visible(text).split()) for text in (inputs[place], outputs[place]))
+        prompt = prompt if len(prompt) <= room else "..." + prompt[3 - room :]
+        lines[place + 2 : place + 2] = [f"   prompt    {prompt}", f"   response  {shortened(response, room)}"]
+    return "\n".join([f"samples of step {step}, by score", *lines])
+
+
+class TokenColumns:
+    """Response tokens with what is known of each, of as many rows as a limit allows: ``trainer.rollout_data_tokens``.
+
+    Args:
+        decode: lists of ids -> texts.
+    """
+
+    COLUMNS = {
+        "log_probs": "old_log_probs",
+        "rollout_log_probs": "rollout_log_probs",
+        "advantages": "advantages",
+        "mask": "response_mask",
+    }
+    """Names in the file -> columns of the batch; those that are not there are left out."""
+
+    def __init__(self, decode: Callable[[list[list[int]]], list[str]]) -> None:
+        self._decode = decode
+        self._texts: dict[int, str] = {}
+
+    def __call__(self, batch: DataProto, limit: int) -> dict[int, dict[str, list]]:
+        """Return row -> its columns: whole groups in their order until ``limit`` tokens, and of the first what fits."""
+        rows = self._chosen(batch, limit)
+        if not rows:
+            return {}
+        responses = batch.ragged("responses").rows()
+        ids = {row: responses[row].tolist() for row in rows}
+        new = sorted({i for own in ids.values() for i in own} - self._texts.keys())
+        if new:  # tokenizers decode an empty list to one text
+            self._texts.update(zip(new, self._decode([[i] for i in new]), strict=True))
+        found: dict[int, dict[str, list]] = {row: {"text": [self._texts[i] for i in ids[row]]} for row in rows}
+        for name, column in self.COLUMNS.items():
+            if column in batch.keys():
+                values = batch.ragged(column).rows()
+                for row in rows:
+                    own = values[row].tolist()
+                    found[row][name] = list(map(int, own)) if name == "mask" else [round(value, 4) for value in own]
+        return found
+
+    @staticmethod
+    def _chosen(batch: DataProto, limit: int) -> list[int]:
+        lengths = batch.ragged("responses").layout.lengths.tolist()
+        groups: dict[Any, list[int]] = {}
+        for row, uid in enumerate(batch.non_tensor_batch.get("uid", range(len(lengths)))):
+            groups.setdefault(uid, []).append(row)
+        chosen: list[int] = []
+        for rows in groups.values():
+            fits = [
+                row for row, end in zip(rows, accumulate(lengths[row] for row in rows), strict=True) if end <= limit
+            ]
+            if len(fits) < len(rows) and chosen:
+                break
+            chosen += fits
+            limit -= sum(lengths[row] for row in rows)
+        return chosen
 
 
 def describe(batch: DataProto, source_key: str = "data_source") -> dict[str, list]:
@@ -96,24 +222,48 @@ def dump_samples(
     columns: Mapping[str, Sequence],
     trajectories: Sequence[tuple[Sequence[int], Mapping[str, Any]]] = (),
 ) -> Path:
-    """Write ``{folder}/{step}.jsonl``, one object a sample: input, output, gts, score, step and each extra column.
+    """Write ``{folder}/{step}.jsonl``, one object a sample; see `sample_rows`."""
+    return _write_samples(folder, step, sample_rows(step, inputs, outputs, scores, gold, columns, trajectories))
+
+
+def sample_rows(
+    step: int,
+    inputs: Sequence[str],
+    outputs: Sequence[str],
+    scores: Sequence[float],
+    gold: Sequence[Any],
+    columns: Mapping[str, Sequence],
+    trajectories: Sequence[tuple[Sequence[int], Mapping[str, Any]]] = (),
+    tokens: Mapping[int, Mapping[str, list]] | None = None,
+) -> list[dict[str, Any]]:
+    """Return one object a sample: input, output, gts, score, step and each extra column.
 
     Args:
+        tokens: sample -> the columns of its tokens; a trajectory of several rows has them in ``rows``.
         trajectories: rows and further values of each trajectory; it is one object, whatever its number of rows.
     """
+    extra = {name: values for name, values in columns.items() if len(values) == len(inputs)}
+    samples = []
+    for i, (text, output, score, truth) in enumerate(zip(inputs, outputs, scores, gold, strict=True)):
+        samples.append({"input": text, "output": output, "gts": truth, "score": score, "step": step})
+        samples[i].update((name, values[i]) for name, values in extra.items() if name not in samples[i])
+        if tokens and i in tokens:
+            samples[i]["tokens"] = tokens[i]
+    return join_trajectories(samples, trajectories, of_rows=("tokens",) if tokens else ())
+
+
+def _write_samples(folder: str | Path, step: int, rows: Sequence[Mapping[str, Any]]) -> Path:
     folder = Path(folder).expanduser()
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{step}.jsonl"
-    extra = {name: values for name, values in columns.items() if len(values) == len(inputs)}
-    part = path.with_suffix(".part")
-    with full_disk_is_said(path, way_out=_NO_SAMPLES), open(part, "w", encoding="utf-8") as file:
-        samples = []
-        for i, (text, output, score, truth) in enumerate(zip(inputs, outputs, scores, gold, strict=True)):
-            samples.append({"input": text, "output": output, "gts": truth, "score": score, "step": step})
-            samples[i].update((name, values[i]) for name, values in extra.items() if name not in samples[i])
-        for row in join_trajectories(samples, trajectories):
-            file.write(json.dumps(row, ensure_ascii=False, default=plain) + "\n")
-    os.replace(part, path)
+
+    def write(part: Path) -> None:
+        with open(part, "w", encoding="utf-8") as file:
+            for row in rows:
+                file.write(json.dumps(row, ensure_ascii=False, default=plain) + "\n")
+
+    with full_disk_is_said(path, way_out=_NO_SAMPLES):
+        write_atomic(path, write)
     return path
 
 
@@ -232,6 +382,9 @@ class RunLog:
         self.progress = Progress(0, enabled=False)
         self.places: dict[str, Any] = {}
         self._generations = ValidationGenerationsLogger()
+        self._tracking: Tracking | None = None
+        self._record: Any = None
+        self._tokens = TokenColumns(lambda ids: self.tokenizer.batch_decode(ids))
 
     def open(self, total_steps: int) -> None:
         """Begin the line of progress, and start the loggers."""
@@ -249,9 +402,25 @@ class RunLog:
         loggers = self._tracking.logger
         self.places = {label: getattr(loggers[name], at) for label, (name, at) in places.items() if name in loggers}
 
+    @contextmanager
+    def timed(self, name: str, timing: dict[str, float]) -> Iterator[None]:
+        """Count the seconds of a part of a step in ``timing``, and show it while it lasts."""
+        with self.progress.phase(name), marked_timer(name, timing):
+            yield
+
     def say(self, sentence: str) -> None:
         """Print a message above the line of progress."""
         self.progress.say(sentence)
+
+    def step_done(self, step: int, metrics: Mapping[str, float], batch: DataProto) -> None:
+        """Show in the terminal how far the run is, and with ``trainer.show_samples`` what the policy writes."""
+        self.progress.update(step, metrics)
+        every = self.config.trainer.show_samples
+        if every is None:
+            every = 10 if sys.stdout.isatty() else 0
+        if every and len(batch) and (step == 1 or step % every == 0):
+            width = min(160, shutil.get_terminal_size((120, 24)).columns)
+            self.say(sample_table(step, batch, self.tokenizer, width))
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Give the numbers of a step to the loggers."""
@@ -259,8 +428,9 @@ class RunLog:
 
     def dump(self, step: int, batch: DataProto) -> None:
         """Write the samples of a step to ``trainer.rollout_data_dir``."""
-        config = self.config
-        dump_batch(config.trainer.rollout_data_dir, step, batch, self.tokenizer, config.data.reward_fn_key)
+        trainer, key = self.config.trainer, self.config.data.reward_fn_key
+        tokens = self._tokens(batch, trainer.rollout_data_tokens)
+        dump_batch(trainer.rollout_data_dir, step, batch, self.tokenizer, key, tokens)
 
     def record(self, step: int, batch: DataProto, seconds: float) -> None:
         """Give the samples of a step, which took so long, to ``rollout.trace``."""
@@ -275,11 +445,12 @@ class RunLog:
             np.random.RandomState(42).shuffle(shuffled)
             self._generations.log(self.config.trainer.logger, shuffled[:count], step)
 
-    def close(self) -> None:
-        """Finish all that is open."""
-        if self.trace is not None:
+    def close(self, failed: bool = False) -> None:
+        """Finish all that is open; after an error only the terminal and the loggers."""
+        if self.trace is not None and not failed:
             self.trace.finish()
-        self._tracking.finish()
+        if self._tracking is not None:
+            self._tracking.finish(failed)
         self.progress.finish()
-        if self._record is not None:
+        if self._record is not None and not failed:
             self._record.close()

@@ -16,8 +16,9 @@ from typing import Any
 
 import numpy as np
 
+from verl.algorithms.advantages.common import NonFiniteError
 from verl.checkpoint.rows_file import check_savable, save_rows
-from verl.checkpoint.run_state import save_options, saved_groups, step_folder, write_atomic
+from verl.checkpoint.run_state import save_options, saved_groups, step_folder, write_durable
 from verl.config.trainer import TrainerConfig
 from verl.protocol import DataProto
 from verl.version import __version__
@@ -110,7 +111,7 @@ class StepRecorder:
 
     def _write_for(self, trainer: Any, error: Exception) -> None:
         try:
-            is_numeric = isinstance(error, ArithmeticError) or type(error).__name__ == "NonFiniteError"
+            is_numeric = isinstance(error, (ArithmeticError, NonFiniteError))
             self.write(trainer, error, keeps_weights=is_numeric and not self._has_updated)
             self.say(f"step {trainer.global_steps} failed; its rows are written: verl replay {self._written}")
         except Exception as problem:  # of the disk, for example: the step's own error is the one to see
@@ -143,7 +144,7 @@ class StepRecorder:
             "metrics": {name: value for name, value in trainer.metrics.items() if _is_json(value)},
             **self._state,
         }
-        write_atomic(folder / STEP, lambda path: path.write_text(json.dumps(about, indent=1)))
+        write_durable(folder / STEP, lambda path: path.write_text(json.dumps(about, indent=1)))
 
 
 def _keep_savable(rows: DataProto) -> list[str]:

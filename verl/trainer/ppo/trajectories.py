@@ -11,7 +11,9 @@ import torch
 from torch import Tensor
 
 from verl.agents.base import TRAJECTORY_COLUMN
+from verl.algorithms.resample import resample_rows
 from verl.batch.ragged import WINDOWS, Layout, Ragged
+from verl.config.algorithm import PFPPOConfig
 from verl.protocol import DataProto
 
 _BY_TURN = ("turn_rewards", "turn_state_ids")
@@ -34,6 +36,19 @@ def trajectory_sums(data: DataProto, sums: Tensor) -> Tensor:
         return sums
     index = torch.from_numpy(numbers).to(sums.device)
     return sums.new_zeros(int(index.max()) + 1).index_add(0, index, sums)[index]
+
+
+def resampled_by_score(data: DataProto, options: PFPPOConfig, seed: int) -> tuple[DataProto, dict[str, float]]:
+    """As many rows, sampled with replacement by their trajectories' scores (``algorithm.pf_ppo``), and metrics."""
+    scores = trajectory_sums(data, data.ragged("token_level_scores").trim_padding().sum(-1))
+    rows = resample_rows(scores, options.reweight_method, options.weight_pow, seed)
+    resampled = data.select_idxs(rows)
+    tokens = resampled.ragged("attention_mask").layout.lengths.tolist()
+    resampled.meta_info = {**data.meta_info, "global_token_num": tokens}
+    return resampled, {
+        "pf_ppo/unique_share": len(rows.unique()) / len(rows),
+        "pf_ppo/score/mean": scores[rows].mean().item(),
+    }
 
 
 def first_rows(data: DataProto) -> Sequence[int] | None:

@@ -28,6 +28,7 @@ from verl.config.engine import FSDPConfig, OptimConfig
 from verl.models.activation_memory import ActivationOffload, Recompute
 from verl.models.attention.kernels import use_short_sequence_attention
 from verl.models.attention.packed import check_packable
+from verl.models.distributions import TopTokens
 from verl.models.heads import OutputHead, check_score_head, detect_output_head, score_layer
 from verl.models.loader import ModelSpec, source_dtype
 from verl.models.multimodal import VISION_INPUTS, is_vision_language, modality_tokens, vision_positions
@@ -43,6 +44,7 @@ from verl.workers.engine.micro_batch import (
     add_dummy_images,
     check_vision_rows,
     find_shared_prompts,
+    row_names,
     split_batch,
 )
 from verl.workers.engine.model_check import check_forward_passes, raises_model_error
@@ -65,6 +67,10 @@ class Want(Flag):
     VALUES = auto()
     SUM_PI_SQUARED = auto()
     """Sum over the vocabulary of squared probabilities, at each response token."""
+    TOP_LOG_PROBS = auto()
+    """Log-probs of the k likeliest tokens at each response token, (B, R, k)."""
+    TOP_IDS = auto()
+    """Those tokens, (B, R, k) int32."""
 
 
 class Outputs(NamedTuple):
@@ -75,6 +81,9 @@ class Outputs(NamedTuple):
     sum_pi_squared: bool = False
     states: bool = False
     """Return only the inputs of the last layer."""
+    top: TopTokens | None = None
+    ids: str | None = None
+    """Column with the tokens (b, r, k) whose log-probs to compute."""
 
 
 class Engine(EngineState):
@@ -121,6 +130,7 @@ class Engine(EngineState):
         self.modules_in_eval_mode: list[nn.Module] = []
         """Modules that stay in inference mode during training, because their train mode is random."""
         self._on_device = {"model": False, "optimizer": False}
+        self._row_names: list[str] = []
         self._optim_config, self._total_steps = optim_config, total_steps
         section = typed_section({} if engine_config is None else engine_config, FSDPConfig)
         for name in ("param_offload", "optimizer_offload"):
@@ -151,7 +161,14 @@ class Engine(EngineState):
 
     # -- called by roles ------------------------------------------------------------------------------------------
 
-    def infer(self, data: DataProto, want: Want, split: MicroBatching = WHOLE, temperature: float = 1.0) -> DataProto:
+    def infer(
+        self,
+        data: DataProto,
+        want: Want,
+        split: MicroBatching = WHOLE,
+        temperature: float = 1.0,
+        top: TopTokens | None = None,
+    ) -> DataProto:
         """Score every response token, without gradients.
 
         Args:
@@ -159,6 +176,7 @@ class Engine(EngineState):
                 ``multi_modal_inputs`` if rows have images.
             split: size of the micro-batches; changes memory and time only.
             temperature: logits are divided by it, as in sampling.
+            top: number of ``TOP_LOG_PROBS`` and ``TOP_IDS``, which are wanted together.
 
         Returns:
             Packed response columns: ``log_probs`` and ``entropy`` of each token given those before it, or ``values``,
@@ -168,16 +186,17 @@ class Engine(EngineState):
         Raises:
             ValueError: if this model's head cannot compute ``want``.
         """
-        supported = Want.VALUES if self.spec.head != "lm" else Want.LOG_PROBS | Want.ENTROPY | Want.SUM_PI_SQUARED
+        supported = Want.VALUES if self.spec.head != "lm" else ~Want.VALUES
         if want & ~supported or not want:
             raise ValueError(f"a model with head={self.spec.head!r} gives {supported}, not {want}")
         if self.module.training:
             self.module.eval()
         # ranks with fewer rows run idle micro-batches at the end, whose results are dropped
         batches, local = self._split(data, split, ())
-        outputs = Outputs(temperature, Want.ENTROPY in want, Want.SUM_PI_SQUARED in want)
+        outputs = Outputs(temperature, Want.ENTROPY in want, Want.SUM_PI_SQUARED in want, top=top)
         with torch.no_grad():
-            results = self.run(batches.micro_batches, outputs)[:local]
+            with self._rows_noted(batches, data):
+                results = self.run(batches.micro_batches, outputs)[:local]
         self._after_infer()
         return self._as_columns(batches, results, want)
 
@@ -226,6 +245,7 @@ class Engine(EngineState):
             lambda: self.infer(data, Want.LOG_PROBS, split, temperature).ragged("log_probs"),
             reference is not None,
             self.topology,
+            lambda: self.infer(data, Want.VALUES, split).ragged("values"),
         )
         batch, is_sum = loss.prepare(data, gather)
         missing = [name for name in loss.columns if name not in batch]
@@ -237,8 +257,10 @@ class Engine(EngineState):
         batches, local = self._split(batch, split, (*loss.columns, *loss.extra_columns))
         step, tokens_saved, tokens_run = plan_step(batches.micro_batches, local, loss, is_sum, reference, self)
         self._start_gradients()
-        outputs = Outputs(temperature, Want.ENTROPY in want or loss.want_entropy)
-        results = self.run(batches.micro_batches, outputs, step)
+        ids = getattr(loss, "ids_column", None)
+        outputs = Outputs(temperature, Want.ENTROPY in want or loss.want_entropy, ids=ids)
+        with self._rows_noted(batches, batch):
+            results = self.run(batches.micro_batches, outputs, step)
         if reference is not None:
             reference.engine._after_infer()
         grad_norm = self.optimizer_step()
@@ -255,6 +277,14 @@ class Engine(EngineState):
         # results of idle micro-batches, the last ones, belong to no row
         return metrics, self._as_columns(batches, results[:local], want) if want else DataProto()
 
+    @contextmanager
+    def _rows_noted(self, batches: MicroBatches, data: DataProto) -> Iterator[None]:
+        """Have `run` note the rows of the micro-batch it is at; after an error the note stays, for the report."""
+        self._row_names = row_names(batches, data)
+        yield
+        self._row_names = []
+        flight_recorder().note(micro_batch=None, rows=None)
+
     def run(
         self, micro_batches: Sequence[MicroBatch], outputs: Outputs, step: TrainStep | None = None
     ) -> list[TokenScores]:
@@ -264,6 +294,8 @@ class Engine(EngineState):
         """
         results = []
         for number, micro in enumerate(micro_batches):
+            rows = self._row_names[number] if number < len(self._row_names) else None
+            flight_recorder().note(micro_batch=f"{number + 1} of {len(micro_batches)}", rows=rows)
             flight_recorder().tick()  # a sign of progress, for the driver that waits
             if step is None:
                 results.append(self._score(micro, outputs))
@@ -275,7 +307,8 @@ class Engine(EngineState):
                 self._recompute.switch()
             with self._activations():
                 scores = self._score(micro, outputs, compared)
-            results.append(TokenScores(*(part if part is None else part.detach() for part in scores)))
+            kept = scores._replace(top_log_probs=None)  # of no use later, and k times as large as the others
+            results.append(TokenScores(*(part if part is None else part.detach() for part in kept)))
             self._run_backward(step.scaled_loss(number, micro, scores), is_last=number + 1 == len(micro_batches))
         return results
 
@@ -418,11 +451,11 @@ class Engine(EngineState):
             packed=packed,
             prompts=prompts,
         )
-        groups = plan()
+        groups = plan() if len(data) else []  # a rank may have no row that is scored here
         has_vision = self._reads_images or VISION_COLUMN in data.non_tensor_batch
         kinds = check_vision_rows(self.module, data) if has_vision else (False, False)
         most, *with_vision = map(int, self.reduce([len(groups), *kinds], "max"))
-        if most > len(groups):
+        if groups and most > len(groups):
             groups = plan(at_least=most)
         # sequences are sharded in host memory
         batches = split_batch(data, groups, columns, self.device if sp_size == 1 else "cpu", packed, prompts)
@@ -473,9 +506,13 @@ class Engine(EngineState):
             attention_kwargs,
             reference,
             outputs.states,
+            outputs.top,
+            None if outputs.ids is None else micro.of_tokens(outputs.ids),
         )
 
     def _as_columns(self, batches: MicroBatches, results: list[TokenScores], want: Want) -> DataProto:
         """The results of the micro-batches as columns, named as the flags; rows in the order of the batch."""
         names = [str(flag.name).lower() for flag in Want if flag in want]
+        if not results:  # no rows of this rank's
+            return DataProto()
         return DataProto.from_ragged({name: batches.restore([getattr(s, name) for s in results]) for name in names})

@@ -32,6 +32,8 @@ from verl.protocol import DataProto
 
 # -- Rows with images or videos: their tensors in a batch, keys of equal images, dummies for ranks without any -------
 
+_NAMED_ROWS = 4
+
 VISION_COLUMN = "multi_modal_inputs"
 """Object column: the processor's image tensors of each row, a dict, or nothing."""
 
@@ -153,9 +155,15 @@ class MicroBatch:
         )
 
     def to_rows(self, flat: Tensor) -> Tensor:
-        """Scatter (t,) into (b, r), zero at the padding; differentiable."""
+        """Scatter (t, ...) into (b, r, ...), zero at the padding; differentiable."""
         rows, width = self.shape
-        return flat.new_zeros(rows * width).scatter(0, self.slots, flat).view(rows, width)
+        padded = flat.new_zeros(rows * width, *flat.shape[1:])
+        return padded.index_copy(0, self.slots, flat).view(rows, width, *flat.shape[1:])
+
+    def of_tokens(self, name: str) -> Tensor | None:
+        """Column ``name`` at the response tokens, (t, ...); None where the micro-batch has none."""
+        column = self.columns.get(name)
+        return None if column is None else column.flatten(0, 1).index_select(0, self.slots)
 
 
 @dataclass(frozen=True)
@@ -172,6 +180,18 @@ class MicroBatches:
         """Join results (t,) of the micro-batches into a response column in the batch's row order."""
         joined = Ragged(torch.cat(list(parts)).cpu(), self.response.select(self.order))
         return Ragged(joined.select(inverse_permutation(self.order)).values, self.response)
+
+
+def row_names(batches: MicroBatches, data: DataProto) -> list[str]:
+    """The rows of each micro-batch in a few words, for reports: how many, and the first by ``uid`` or by number."""
+    uids, order = data.non_tensor_batch.get("uid"), batches.order.tolist()
+    found, first = [], 0
+    for micro in batches.micro_batches:
+        rows = order[first : first + micro.shape[0]]
+        first += len(rows)
+        names = [f"number {row}" if uids is None else str(uids[row]) for row in rows[:_NAMED_ROWS]]
+        found.append(f"{len(rows)} rows, the first of them {', '.join(names)}" if rows else "no rows of its own")
+    return found
 
 
 def find_shared_prompts(data: DataProto) -> Prompts:
@@ -222,7 +242,7 @@ def split_batch(
     vision = vision_rows(data) if VISION_COLUMN in data.non_tensor_batch else None
     data = data.packed()
     ids, responses = data.ragged("input_ids"), data.ragged("responses")
-    order = torch.tensor([row for group in groups for row in group])
+    order = torch.tensor([row for group in groups for row in group], dtype=torch.int64)
     # tokens of each row before its first response token, which the last of them predicts
     before = _tokens_before_response(ids.layout, responses.layout)[order]
 
@@ -347,6 +367,5 @@ def _uneven_positions(data: DataProto, ids: Ragged) -> Ragged | None:
         return None
     # None saves a tensor a layer, and lets models that take no positions run
     positions = data.ragged("position_ids")
-    firsts = ids.layout.offsets[:-1].repeat_interleave(ids.layout.lengths)
-    counted = torch.arange(ids.layout.total) - firsts
+    counted = torch.arange(ids.layout.total) - ids.layout.spread(ids.layout.offsets[:-1])
     return None if torch.equal(positions.values, counted.to(positions.values.dtype)) else positions

@@ -32,7 +32,7 @@ DECAYS: dict[str, Callable[[float], float]] = {
 }
 """Ways from 1 to 0 as x goes from 0 to 1. ``minus_sqrt`` is that of Hagele et al. 2024 (arXiv:2405.18392)."""
 
-STYLES = ("constant", "cosine", "linear", "wsd")
+STYLES = ("constant", "cosine", "linear", "wsd", "inverse-square-root")
 
 
 def build_optimizer(parameters: Iterable[Tensor], config: OptimConfig) -> Optimizer:
@@ -75,7 +75,8 @@ def build_schedule(optimizer: Optimizer, config: OptimConfig, total_steps: int) 
 
     Args:
         config: ``warmup_style``, ``lr_warmup_steps`` (negative or None: ``lr_warmup_steps_ratio`` of the total),
-            ``min_lr_ratio`` (None: 0), ``num_cycles``, ``lr_wsd_decay_steps``, ``lr_wsd_decay_style``.
+            ``min_lr_ratio`` (None: 0), ``min_lr``, ``lr_warmup_init``, ``num_cycles``, ``lr_wsd_decay_steps``,
+            ``lr_wsd_decay_style``.
 
     Raises:
         ValueError: for an unknown style, or one that falls over an unknown number of steps.
@@ -86,25 +87,31 @@ def build_schedule(optimizer: Optimizer, config: OptimConfig, total_steps: int) 
 def learning_rate_curve(config: OptimConfig, total_steps: int) -> Curve:
     """The share of ``config.lr`` at each step; arguments and errors are those of ``build_schedule``.
 
-    ``constant``: stays at the peak after its warm-up from zero. All others rise from ``low`` = ``min_lr_ratio`` to 1:
+    ``constant``: stays at the peak after its warm-up from zero. All others rise from ``min_lr_ratio`` to 1 and fall no
+    lower than ``low``, the greater of it and ``min_lr / lr``. ``lr_warmup_init``, if above 0, is where they rise from.
 
     - ``linear``: falls from 1 to ``low`` by the same amount each step.
     - ``cosine``: falls along ``num_cycles`` waves. Step n, with x = (n - warmup) / (total - warmup), runs at
       low + (1 - low) (1 + cos(2 pi cycles x)) / 2. Source: Loshchilov & Hutter 2017, SGDR (arXiv:1608.03983).
     - ``wsd``, warmup-stable-decay: stays at the peak and falls only over the last ``lr_wsd_decay_steps`` (None: a tenth
       of those after the warm-up, rounded up). Source: Hu et al. 2024, MiniCPM (arXiv:2404.06395).
+    - ``inverse-square-root``: step n runs at sqrt(warmup / n), both at least 1. Source: Vaswani et al. 2017
+      (arXiv:1706.03762).
     """
     warmup, style = warmup_steps(config, total_steps), config.warmup_style
     if style not in STYLES:
         raise ValueError(f"optim.warmup_style={style!r} is unknown: use {', '.join(STYLES)}")
+    first = config.lr_warmup_init / config.lr
     if style == "constant":
-        return lambda step: min(1.0, step / warmup) if warmup else 1.0
+        return lambda step: first + (1 - first) * min(1.0, step / warmup) if warmup else 1.0
     if total_steps <= 0:
         raise ValueError(
             f"optim.warmup_style={style} needs the length of the run, and total_training_steps={total_steps} does not "
             "give it: set optim.total_training_steps, or use warmup_style=constant"
         )
-    low, start, decay = config.min_lr_ratio or 0.0, warmup, DECAYS["linear"]
+    first = first or config.min_lr_ratio or 0.0
+    low = max(config.min_lr_ratio or 0.0, config.min_lr / config.lr)
+    start, decay = warmup, DECAYS["linear"]
     if style == "cosine":
         decay = lambda x: (1 + math.cos(2 * math.pi * config.num_cycles * x)) / 2  # noqa: E731
     if style == "wsd":
@@ -115,7 +122,9 @@ def learning_rate_curve(config: OptimConfig, total_steps: int) -> Curve:
 
     def factor(step: int) -> float:
         if step < warmup:
-            return low + (1 - low) * step / warmup
+            return first + (1 - first) * step / warmup
+        if style == "inverse-square-root":
+            return max(low, math.sqrt(max(1, warmup) / max(1, step)))
         x = min(1.0, max(0, step - start) / max(1, total_steps - start))
         return low + (1 - low) * decay(x)
 

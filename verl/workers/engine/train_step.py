@@ -77,7 +77,7 @@ class TrainStep(NamedTuple):
         if share == 0.0:
             # other ranks wait in backward, so run it, with zero gradients
             return torch.stack([part.sum() for part in scores if part is not None]).sum() * 0.0
-        parts = scores.log_probs, scores.entropy, scores.values, scores.full_kl
+        parts = scores.log_probs, scores.entropy, scores.values, scores.full_kl, scores.top_log_probs
         outputs = TokenOutputs(*(part if part is None else micro.to_rows(part) for part in parts))
         value, metrics = self.loss(outputs, micro.columns)
         # detached, or the graph of every micro-batch would live until the end of the step
@@ -184,6 +184,8 @@ class Gather:
     has_reference: bool
     """Whether ``TokenOutputs.full_kl`` will be computed."""
     topology: Topology
+    values: Callable[[], Ragged] | None = None
+    """The same of the values of a model with a score head."""
 
     def apply(self, function: Callable[..., Tensor], values: Tensor) -> Tensor:
         """Apply ``function`` to the k rows of ``values`` (k, N) of all ranks; returns this rank's part, (N,)."""
@@ -199,6 +201,10 @@ class Gather:
 # from hidden states and the weight of the last layer.
 
 
+_SAMPLED = {"reference": "low_var_kl", "teacher": "forward_kl_topk"}
+"""Role -> the divergence whose numbers travel."""
+
+
 @dataclass(frozen=True)
 class Reference:
     """An engine that holds the reference, in the same processes as the policy's and on the device."""
@@ -206,10 +212,26 @@ class Reference:
     engine: Engine
     weight: Tensor | None
     """(V, H) of its last layer, whole; None: the engine is the policy's own, below its adapter."""
+    temperature: float | None = None
+    """Of its logits; None: the policy's."""
+    beta: float = 1.0
+    """Divergence from it: 1: KL(policy || reference); 0: KL(reference || policy); between: Jensen-Shannon."""
 
     @classmethod
-    def of(cls, engine: Engine, policy: Engine) -> Reference:
+    def of(
+        cls,
+        engine: Engine,
+        policy: Engine,
+        option: str = "actor.kl_loss_type=full",
+        whose: str = "reference",
+        temperature: float | None = None,
+        beta: float = 1.0,
+    ) -> Reference:
         """The model of another engine; its ranks call it together, which gathers the last layer.
+
+        Args:
+            option: that asks for it, for errors.
+            whose: its role, for errors.
 
         Raises:
             ValueError: distributions of the two cannot be compared.
@@ -217,20 +239,20 @@ class Reference:
         ours, theirs = policy.topology, engine.topology
         if (ours.world_size, ours.sp_size) != (theirs.world_size, theirs.sp_size):
             raise ValueError(
-                f"actor.kl_loss_type=full: the actor has {ours.world_size} ranks, {ours.sp_size} to a sequence, and "
-                f"the reference {theirs.world_size}, {theirs.sp_size} to a sequence. They go through each micro-batch "
-                "together: give both the same ranks and ulysses_sequence_parallel_size, or use low_var_kl."
+                f"{option}: the actor has {ours.world_size} ranks, {ours.sp_size} to a sequence, and "
+                f"the {whose} {theirs.world_size}, {theirs.sp_size} to a sequence. They go through each micro-batch "
+                f"together: give both the same ranks and ulysses_sequence_parallel_size, or use {_SAMPLED[whose]}."
             )
-        check_linear_head(engine)
-        check_linear_head(policy)
+        check_linear_head(engine, option)
+        check_linear_head(policy, option)
         weight, vocab = engine.head_weight(), policy.vocab_size
         if len(weight) != vocab:
             raise ValueError(
-                f"actor.kl_loss_type=full: the actor has a vocabulary of {vocab} and the reference "
-                f"({engine.spec.path}) one of {len(weight)}, and the KL compares them token by token. Use a reference "
-                "with the same vocabulary, or low_var_kl."
+                f"{option}: the actor has a vocabulary of {vocab} and the {whose} ({engine.spec.path}) one of "
+                f"{len(weight)}, and the KL compares them token by token. Use a {whose} with the same vocabulary, or "
+                f"{_SAMPLED[whose]}."
             )
-        return cls(engine, weight)
+        return cls(engine, weight, temperature, beta)
 
     @classmethod
     def of_base_model(cls, policy: Engine) -> Reference:
@@ -242,13 +264,13 @@ class Reference:
         """Hidden states from which the reference predicts each response token of ``micro``, with its head."""
         with self.engine.without_adapter() if self.weight is None else nullcontext():
             hidden = self.engine.states(micro)
-        return ReferenceStates(hidden, self.weight, self.engine.head)
+        return ReferenceStates(hidden, self.weight, self.engine.head, self.temperature, self.beta)
 
 
-def check_linear_head(engine: Engine) -> None:
+def check_linear_head(engine: Engine, option: str = "actor.kl_loss_type=full") -> None:
     """Refuse a model whose logits are more than its hidden states times a weight."""
     if engine.head.kind != "fused":
         raise ValueError(
-            f"actor.kl_loss_type=full with {engine.spec.path}: its logits are not the product of hidden states and a "
+            f"{option} with {engine.spec.path}: its logits are not the product of hidden states and a "
             "weight, so they would have to be held whole for two models. Use low_var_kl."
         )

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from verl.batch.ragged import Layout, Ragged
+from verl.batch.ragged import Layout, Ragged, join_windows
 from verl.config.base import plain
 from verl.config.rollout import RolloutConfig, SamplingConfig
 from verl.protocol import DataProto
@@ -51,20 +51,10 @@ def assemble(
         raise ValueError(f"assemble: {len(prompts)} prompts but {len(completions)} completions; there is one for each.")
     prompt = _packed_prompts(prompts, prompt_length, pad_token_id)
     response = Ragged.from_rows([c.token_ids for c in completions], response_length, "right", pad_token_id, torch.int64)
-    lengths = torch.stack([prompt.layout.lengths, response.layout.lengths], 1)
-    # prompt and response of a row alternate in the packed order: filled by two masks, without a loop over rows
-    is_response = torch.tensor([False, True]).repeat(len(lengths)).repeat_interleave(lengths.flatten())
-    tokens = torch.empty(len(is_response), dtype=torch.int64)
-    tokens[is_response] = response.values
-    tokens[~is_response] = prompt.values
-    whole = Layout(prompt.layout.starts, lengths.sum(1), prompt_length + response_length)
-    positions = torch.arange(whole.total) - whole.offsets[:-1].repeat_interleave(whole.lengths)
     columns = {
         "prompts": prompt,
         "responses": response,
-        "input_ids": Ragged(tokens, whole, pad_token_id),
-        "attention_mask": Ragged(torch.ones_like(tokens), whole),
-        "position_ids": Ragged(positions, whole, "position"),
+        **join_windows(prompt, response),
         "response_mask": response.like(torch.ones_like(response.values)),
     }
     # all requests of a batch have one sampling, so the first speaks for all

@@ -341,6 +341,13 @@ class RolloutEngine(ABC):
         """
         raise WeightSyncError(f"{type(self).__name__} holds no adapter apart from its weights: send them merged.")
 
+    def read_back(self) -> dict[str, int]:
+        """Checksums of what memory holds now, by the names of the last sync; empty where an engine cannot tell.
+
+        Tensors that it computes with and no sync writes are among them, by the engine's own names. Not while asleep.
+        """
+        return {}
+
     @property
     @abstractmethod
     def weights_dtype(self) -> torch.dtype:

@@ -281,6 +281,22 @@ def test_an_engine_that_fails_fails_all_that_wait_with_its_own_words(engines, se
     engine._running, engine._waiting = [], {}
 
 
+def test_a_request_at_which_the_engine_fails_is_answered_too(engines, serve, monkeypatch):
+    engine = engines("hf")
+    server = serve(engine)
+
+    def broken(request, version):
+        raise RuntimeError("the scheduler is gone")
+
+    monkeypatch.setattr(engine, "submit", broken)
+
+    async def work(client):
+        sent = [client.generate(Request((5,), LONG, i)) for i in range(2)]
+        return await asyncio.wait_for(asyncio.gather(*sent, return_exceptions=True), 20)
+
+    assert all("the scheduler is gone" in str(error) for error in ask(server, work))
+
+
 def test_a_server_that_goes_away_is_named_with_its_last_requests(engines, serve):
     server = serve(engines("hf"))
 
@@ -305,14 +321,21 @@ def test_a_server_that_goes_away_is_named_with_its_last_requests(engines, serve)
 def test_the_client_spreads_by_load_keeps_sessions_and_lets_the_urgent_go_first(engines, serve):
     first = serve(engines("hf"))
     second = serve(_another(engines("hf")))
-    order = []
+    started = []
 
     async def run():
         client = RolloutClient([first.address, second.address], max_running=2)
+        acquire = client._acquire_server
+
+        async def acquire_and_record(request_id, *args):
+            server = await acquire(request_id, *args)
+            started.append(request_id)
+            return server
+
+        client._acquire_server = acquire_and_record
 
         async def one(name, tokens=30, **options):
             await client.generate(Request((5,), SamplingParams(tokens, ignore_eos=True)), request_id=name, **options)
-            order.append(name)
 
         # of different lengths: places become free one after another
         tasks = [asyncio.ensure_future(one(f"{i}", 30 + 40 * i, session=f"s{i % 2}")) for i in range(4)]
@@ -328,7 +351,7 @@ def test_the_client_spreads_by_load_keeps_sessions_and_lets_the_urgent_go_first(
 
     homes = asyncio.run(run())
     assert set(homes.values()) == {first.address, second.address}
-    assert order.index("urgent") <= order.index("calm")
+    assert started[-2:] == ["urgent", "calm"]
 
 
 def _another(engine):

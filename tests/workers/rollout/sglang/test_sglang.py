@@ -14,11 +14,13 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from tests.single_controller.test_listening import listening
 from tests.support.ranks import run_ranks
 from tests.support.runs import main_ppo, make_task, overrides
 from tests.workers.rollout.conftest import rollout_config, weights_of
 from tests.workers.rollout.sglang.scheduler_functions import HERE
 from tests.workers.rollout.test_contract import mixed_requests, processed_log_probs, some_prompts, tokens_of
+from verl.utils.py_functional import is_loopback
 from verl.utils.tiny_model import make_tiny_model
 from verl.utils.tokenizer import hf_tokenizer
 from verl.workers.rollout import get_rollout_class
@@ -81,6 +83,8 @@ def test_every_option_reaches_the_engine_and_a_dead_engine_tells_its_last_words(
         "tp_size": 1,
     }
     assert {name: seen[name] for name in expected} == expected
+    addresses = [address for pid in rollout.pids for address in listening(psutil.Process(pid))]
+    assert addresses and all(map(is_loopback, addresses))
     assert inside(rollout, "dtypes") == [["torch.bfloat16"]]
     rollout.generate([Request((5, 6, 7), SamplingParams(4))], 0)
     assert "Prefill batch" in capfd.readouterr().err  # SGLang's own statistics

@@ -8,7 +8,14 @@ from hypothesis import strategies as st
 from tests.workers.rollout.conftest import rollout_config, weights_of
 from verl.workers.rollout.base import Request, SamplingParams, StaleWeightsError, WeightSyncError
 from verl.workers.rollout.hf.rollout import HFRollout
-from verl.workers.rollout.weights.sync import LANES, buckets, checksum, mixed_sum, sync_weights
+from verl.workers.rollout.weights.canary import (
+    CanaryError,
+    canary_prompts,
+    compare_canaries,
+    generate_canary,
+    rounding_tolerance,
+)
+from verl.workers.rollout.weights.sync import LANES, buckets, checksum, compare_memory, mixed_sum, sync_weights
 
 NAME = "model.layers.1.mlp.up_proj.weight"
 
@@ -192,3 +199,37 @@ def test_the_checksum_is_of_the_values_not_of_how_they_lie_in_memory():
     assert checksum(odd[1:]) == checksum(odd[1:].clone())
     assert checksum(torch.zeros(5)) != checksum(torch.zeros(6))
     assert checksum(torch.zeros(0)) == checksum(torch.zeros(0, 3))
+
+
+def test_what_was_changed_in_memory_is_read_back_by_name(model_folder, reference):
+    model, rollout = reference(), HFRollout(model_folder(), rollout_config())
+    rollout.wake()
+    sync_weights(weights_of(model), rollout, version=1)
+    assert compare_memory(weights_of(model), [rollout.read_back()] * 2, torch.float32) == ""
+    rollout._weights[NAME][5, 7] += 1
+    changed = [{}, rollout.read_back()]
+    assert compare_memory(weights_of(model), changed, torch.float32).startswith(f"{NAME} in the memory of rank 1 (1 of")
+
+
+def test_the_canary_allows_what_rounding_explains_and_no_more(model_folder, reference):
+    prompts = canary_prompts(lambda text: [4 + ord(c) % 90 for c in text], 8, 64)
+    rollout = HFRollout(model_folder(), rollout_config(dtype="bfloat16"))
+    rollout.wake()
+    model = reference()
+    allowed = rounding_tolerance({torch.bfloat16, torch.float32}, 2, model.config.vocab_size)
+
+    def score(batch):
+        with torch.no_grad():
+            ids = zip(batch.ragged("input_ids").rows(), batch.ragged("responses").rows(), strict=True)
+            return [model(row[None, :-1]).logits[0, -1].log_softmax(-1)[token].item() for row, token in ids]
+
+    sync_weights(weights_of(model), rollout, version=1)
+    good = generate_canary(rollout, prompts, version=1)
+    assert 0 < compare_canaries([good], score, allowed) < allowed / 3 and 0.05 < allowed < 0.08
+    with torch.no_grad():
+        rollout._weights["model.layers.0.mlp.down_proj.weight"].zero_()
+    with pytest.raises(CanaryError, match=r"rank 1 does not compute with the weights of version 1"):
+        compare_canaries([good, generate_canary(rollout, prompts, version=1)], score, allowed)
+    for layers, vocabulary, tolerance in ((28, 152_000, 0.353), (80, 128_000, 0.589)):
+        assert rounding_tolerance({torch.bfloat16}, layers, vocabulary) == pytest.approx(tolerance, abs=5e-4)
+    assert rounding_tolerance({torch.float32}, 80, 128_000) == 0.002

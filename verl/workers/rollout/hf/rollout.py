@@ -106,6 +106,7 @@ class HFRollout(ModelRollout):
         storages = {view.untyped_storage().data_ptr(): view.untyped_storage() for view in everything.values()}
         self._storages = [(storage, storage.nbytes()) for storage in storages.values()]
         self._has_memory = True
+        self._received: set[str] = set()
         if self.reads_weights:
             self.version = 0
         else:
@@ -136,6 +137,7 @@ class HFRollout(ModelRollout):
         if missing := [name for name in views if self._identity[name] not in covered]:
             raise WeightSyncError(f"The sync of version {version} ended without {listed(missing)}.")
         sums = {name: checksum(views[name]) for name in received}
+        self._received = self._received - views.keys() | received
         self.version = version
         return Receipt(version, sums, sum(views[name].nbytes for name in received))
 
@@ -156,6 +158,14 @@ class HFRollout(ModelRollout):
                 )
             view.copy_(tensor)
             received.add(name)
+
+    @torch.no_grad()
+    def read_back(self) -> dict[str, int]:
+        views = self._weights | self._adapter
+        synced = {storage.data_ptr() for storage, _ in self._storages}
+        # a head that is tied no longer, for one
+        unsynced = {n: p for n, p in self.model.named_parameters() if p.untyped_storage().data_ptr() not in synced}
+        return {name: checksum(tensor) for name, tensor in ({n: views[n] for n in self._received} | unsynced).items()}
 
     def sleep(self, level: int = 1) -> None:
         """Free the weights; both levels forget them, but level 1 keeps what is below an adapter and frees nothing.

@@ -103,6 +103,7 @@ class EngineLoop:
         self._request_id_of: dict[int, int] = {}  # number of a request -> the engine's request id
         self._number_of: dict[int, int] = {}
         self._requests: dict[int, Request] = {}  # by number, of those the engine runs
+        self._submitting: set[int] = set()  # taken from those that wait, not yet with the engine
         self._thread = threading.Thread(target=self._run, name="verl-engine-loop", daemon=True)
 
     # -- from any thread -----------------------------------------------------------------------------------------------
@@ -232,6 +233,7 @@ class EngineLoop:
         aborted = list(self._request_id_of) if commands.pause or commands.stop else commands.abort
         request_ids = [self._request_id_of[number] for number in aborted]
         events = self._ended(self.engine.abort(request_ids) if request_ids else {}, is_paused=commands.pause)
+        self._submitting = {number for number, _ in commands.submit}
         for number, request in commands.submit:
             assert commands.version is not None
             try:
@@ -242,6 +244,7 @@ class EngineLoop:
             else:
                 self._request_id_of[number], self._number_of[request_id] = request_id, number
                 self._requests[number] = request
+            self._submitting.discard(number)
         self.engine.monitor.serving(self._requests)
         if self._request_id_of:
             events += self._ended(self.engine.step())
@@ -274,8 +277,8 @@ class EngineLoop:
             error = memory_error
         with self._changed:
             self.error = error
-            numbers = [*self._request_id_of, *(waiting.number for waiting in self._waiting)]
-            self._request_id_of, self._number_of, self._waiting = {}, {}, []
+            numbers = [*self._request_id_of, *self._submitting, *(waiting.number for waiting in self._waiting)]
+            self._request_id_of, self._number_of, self._submitting, self._waiting = {}, {}, set(), []
             self._is_idle = True
             self._changed.notify_all()
         self._publish([Event(number, None, self._engine_died()) for number in numbers])

@@ -8,12 +8,15 @@ from __future__ import annotations
 import base64
 import dataclasses
 import io
+import json
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from numbers import Integral, Real
+from pathlib import Path
 from typing import Any
 
 from verl.utils.exit_codes import ExitCode
+from verl.utils.fs import write_atomic
 from verl.utils.py_functional import excerpt
 from verl.workers.rollout.base import Completion, Request, SamplingParams
 
@@ -42,6 +45,12 @@ class RolloutServerError(RuntimeError):
     """A rollout server died, did not answer, or its engine failed; names it and its last requests."""
 
     exit_class = ExitCode.WORKER
+
+
+def write_servers_file(path: Path, addresses: Sequence[str], token: str) -> None:
+    """Write the servers' addresses and key for clients of the same user, who alone can read the file."""
+    content = {"base_urls": [f"{address}/v1" for address in addresses], "api_key": token, "model": "policy"}
+    write_atomic(path, lambda part: part.write_text(json.dumps(content) + "\n", encoding="utf-8"), is_private=True)
 
 
 def request_to_json(request: Request, request_id: str, priority: int = 0) -> dict[str, Any]:

@@ -323,6 +323,16 @@ class Host:
                 raise RuntimeError(f"SGLang keeps its cache: {len(self.generating)} requests run. {answer}")
             await asyncio.sleep(0.005)
 
+    async def sampling_problem(self, params: Mapping[str, Any]) -> str | None:
+        """Why SGLang refuses ``sampling_params``; None: it takes them."""
+        try:
+            sampling = self.manager.sampling_params_class(**params)
+            sampling.normalize(self.manager.tokenizer)
+            sampling.verify(self.manager.model_config.vocab_size)
+        except (ValueError, TypeError) as error:
+            return str(error)
+        return None
+
     async def arguments(self) -> dict[str, Any]:
         """SGLang's resolved arguments, as far as they are plain values."""
         record = self.manager.server_args

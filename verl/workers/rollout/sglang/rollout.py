@@ -6,11 +6,13 @@ for tensor parallelism; the others make every call together with it and get the 
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
+from itertools import chain
 from typing import Any, Literal
 
 import torch
@@ -33,6 +35,7 @@ from verl.workers.rollout.memory import host_cache_bytes
 from verl.workers.rollout.sglang.process import CudaIpcBuffer, EngineProcess, SharedMemoryBuffer
 from verl.workers.rollout.sglang.setup import (
     CONTEXT_KEPT,
+    EngineRequest,
     check_model,
     completion,
     engine_arguments,
@@ -45,6 +48,8 @@ from verl.workers.rollout.sglang.setup import (
 from verl.workers.rollout.vision import ImageReader
 
 _TAGS = ("weights", "kv_cache")
+_OF_ONE_REQUEST = ("sampling_seed", "max_new_tokens")  # which no request is refused for
+_MOST_KNOWN = 4096
 _CHECK_S = 5.0  # between two checks whether SGLang still generates
 _STEP_S = 0.02  # longest wait of a step, so that new requests need not wait for the running ones
 
@@ -90,6 +95,7 @@ class SGLangRollout(ModelRollout):
 
         self._fields: list[str] = self._on_leader(start)
         self._requests: dict[int, Request] = {}
+        self._taken: set[str] = set()  # sampling parameters that SGLang has taken before
         self._asleep: set[str] = set()
         if self.reads_weights:
             self.version = 0
@@ -192,6 +198,10 @@ class SGLangRollout(ModelRollout):
         _, checksums, num_bytes = results[dist.get_rank(self._group) if self._group is not None else 0]
         return Receipt(version, checksums, num_bytes)
 
+    def read_back(self) -> dict[str, int]:
+        results = self._on_leader(lambda: self.call_schedulers("read_back"))
+        return results[dist.get_rank(self._group) if self._group is not None else 0]
+
     def _begin_load(self) -> None:
         self.engine.call("manage", "begin_weight_update")
         self.call_schedulers("begin_load")
@@ -287,9 +297,27 @@ class SGLangRollout(ModelRollout):
             (request_id, engine_request(request, self.max_model_len, self.stop_token_ids, self._image_token))
             for request_id, request in zip(request_ids, requests, strict=True)
         ]
-        self._on_leader(lambda: self.engine.submit(submitted))
+        self._on_leader(lambda: self._hand_over(submitted))
         self._requests |= zip(request_ids, requests, strict=True)
         return request_ids
+
+    def _hand_over(self, submitted: Sequence[tuple[int, EngineRequest]]) -> None:
+        """Hand requests to the engine; on the leader.
+
+        Raises:
+            ValueError: the installed SGLang refuses how one is sampled. Later, its refusal would end the engine.
+        """
+        for params in chain.from_iterable(request.phases for _, request in submitted):
+            shared = {name: value for name, value in params.items() if name not in _OF_ONE_REQUEST}
+            key = json.dumps(shared, sort_keys=True, default=str)
+            if key in self._taken:
+                continue
+            if problem := self.engine.call("sampling_problem", params):
+                raise ValueError(f"SGLang refuses this sampling: {problem}")
+            if len(self._taken) == _MOST_KNOWN:
+                self._taken.clear()
+            self._taken.add(key)
+        self.engine.submit(submitted)
 
     def check_sampling(self, sampling: SamplingParams) -> None:
         if not self.has_tokenizer and (name := needs_tokenizer(sampling)):

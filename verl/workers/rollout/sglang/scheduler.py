@@ -15,6 +15,7 @@ import pickle
 import sys
 import traceback
 from collections.abc import Iterator, Sequence
+from datetime import timedelta
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,7 @@ from sglang.srt.sampling.penaltylib.repetition_penalty import BatchedRepetitionP
 from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
 from torch import Tensor
 
+from verl.utils.distributed import open_store
 from verl.utils.tokenizer import hf_tokenizer
 from verl.workers.rollout.base import WeightSyncError
 from verl.workers.rollout.memory import NAN_BYTE, HostMemory
@@ -69,6 +71,16 @@ def install_sampler() -> None:
 
     SamplingBatchInfo.from_schedule_batch = classmethod(with_seeds)
     BatchedRepetitionPenalizer._prepare = with_prompts
+
+
+def listen_where_the_address_says() -> None:
+    """Let the store of this engine's process group listen at its address; torch's listens on all interfaces."""
+
+    def create(hostname: str, port: int, rank: int, world_size: int, timeout: timedelta, use_libuv: bool = True) -> Any:
+        return open_store(hostname, port, world_size, rank == 0, timeout)
+
+    # torch.distributed.rendezvous is a function, too
+    vars(importlib.import_module("torch.distributed.rendezvous"))["_create_c10d_store"] = create
 
 
 class StreamSampler(Sampler):
@@ -196,6 +208,7 @@ def install_stop_texts(tokenizer_path: str, trust_remote_code: bool) -> None:
 def run_scheduler(server_args: Any, *args: Any, **kwargs: Any) -> None:
     """SGLang's scheduler process with our sampler, our stop texts and `SchedulerExtension`."""
     install_sampler()
+    listen_where_the_address_says()
     install_stop_texts(server_args.tokenizer_path, server_args.trust_remote_code)
     sglang_scheduler.Scheduler.verl_call = verl_call
     sglang_scheduler.run_scheduler_process(server_args, *args, **kwargs)
@@ -298,7 +311,7 @@ class SchedulerExtension:
     @torch.no_grad()
     def end_load(self) -> tuple[str | None, dict[str, int], int]:
         """Problem found, else checksums of this rank's memory by the names as sent; and bytes held."""
-        load, self._load = self._load, None
+        load = self._load
         assert load is not None, "begin_load() comes first"
         problem = self._problem
         if problem is None:
@@ -313,6 +326,11 @@ class SchedulerExtension:
             problem = load.find_problem([regions for _, regions in found])
             problem = next((problem for problem in self._gather(problem) if problem), None)
         return (problem, {}, 0) if problem else (None, load.checksums(), load.num_bytes)
+
+    @torch.no_grad()
+    def read_back(self) -> dict[str, int]:
+        """Checksums of what this rank's memory holds now, by the names of the last load."""
+        return {} if self._load is None else self._load.read_back()
 
     def _gather(self, what: Any) -> list[Any]:
         found: list[Any] = [None] * self.ranks

@@ -113,6 +113,7 @@ class VLLMRollout(ModelRollout):
         self._derived = DerivedWeights(self.model, self.device.type, has_graphs)
         self._memory = CPUMemory(self.llm, self.model, self.lora is not None) if on_cpu else DeviceMemory(self.llm)
         self._base: WeightLoad | None = None
+        self._adapter: AdapterLoad | None = None
         self._base_slept = False
         self._asleep: set[str] = set()
         if self.reads_weights:
@@ -150,7 +151,7 @@ class VLLMRollout(ModelRollout):
         arrived if every rank holds its shards, and the replica's shards make up the whole.
         """
         self.check_nothing_runs("update_weights()")
-        self.holds_base, self._base_slept = False, False
+        self.holds_base, self._base_slept, self._adapter = False, False, None
         with unwrapped(self.model):
             self._base = WeightLoad(self.model, self.device, self._derived.names, self.tensor_parallel_size > 1)
             return self._receive_weights(self._base, version, buckets)
@@ -164,7 +165,7 @@ class VLLMRollout(ModelRollout):
         below = self._base if self._base_slept else None
         is_shared = self.tensor_parallel_size > 1
         sync = AdapterLoad(self.llm, self.model, self.device, self.lora.rank, below, is_shared)
-        self._base_slept = False
+        self._base_slept, self._adapter = False, sync
         try:
             return self._receive_weights(sync, version, buckets)
         except WeightSyncError:
@@ -202,6 +203,11 @@ class VLLMRollout(ModelRollout):
             raise WeightSyncError("vLLM did not reset its prefix cache: requests are still running.")
         self.version = version
         return Receipt(version, checksums, sync.num_bytes)
+
+    @torch.no_grad()
+    def read_back(self) -> dict[str, int]:
+        sums = self._base.read_back(self._derived.packed) if self._base is not None else {}
+        return sums if self._adapter is None else sums | self._adapter.read_back()
 
     def _agree(self, problem: str | None, more: Any) -> tuple[str | None, list[Any]]:
         """The first problem of any rank of the replica, and ``more`` of each rank; collective."""
@@ -275,13 +281,17 @@ class VLLMRollout(ModelRollout):
         return completions
 
     def submit(self, request: Request, expect_version: int) -> int:
+        from vllm.exceptions import VLLMClientError
         from vllm.sampling_params import RequestOutputKind
 
         self.check_version(expect_version)
-        prompt, params = self._prompt(request), self._params(request)
-        params.output_kind = RequestOutputKind.DELTA  # each step reports its new tokens only
         request_id = next(self._request_ids)
-        self.llm.llm_engine.add_request(str(request_id), prompt, params, lora_request=self._adapter_request)
+        try:
+            prompt, params = self._prompt(request), self._params(request)
+            params.output_kind = RequestOutputKind.DELTA  # each step reports its new tokens only
+            self.llm.llm_engine.add_request(str(request_id), prompt, params, lora_request=self._adapter_request)
+        except VLLMClientError as error:  # no ValueError, which is what a refused request raises here
+            raise ValueError(f"vLLM refuses this request: {error}") from error
         self._running[request_id] = Running(request)
         return request_id
 

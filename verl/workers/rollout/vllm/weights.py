@@ -60,6 +60,8 @@ class DerivedWeights:
         self.has_graphs = has_graphs
         self.names: set[str] = set()
         """Parameters that no sync sends."""
+        self.packed: set[str] = set()
+        """Parameters whose numbers `update` brings into another order."""
         self._derive: list[Callable[[], None]] = []
         for name, layer in model.named_modules():
             if hasattr(layer, "weight_scale") or any(not p.numel() for p in layer.parameters(recurse=False)):
@@ -101,6 +103,7 @@ class DerivedWeights:
             for weight in (layer.w13_weight, layer.w2_weight):
                 weight.copy_(cpu_prepack_moe_weight(weight.detach().clone(), kernel.isa))
 
+        self.packed |= {f"{name}.w13_weight", f"{name}.w2_weight"}
         self._derive.append(pack)
 
     def _add_latent_attention(self, name: str, layer: Any) -> None:
@@ -295,6 +298,10 @@ class AdapterLoad(WeightLoad):
 
     def check_computes_with_its_weights(self) -> None:
         """Slots are read as they are."""
+
+    def unwritten(self) -> Iterator[tuple[str, Tensor]]:
+        """None: slots are all there is of an adapter."""
+        return iter(())
 
     def load(self, bucket: Bucket) -> None:
         """Keep a copy of the bucket: vLLM takes an adapter in one piece and keeps its tensors."""

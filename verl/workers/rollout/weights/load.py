@@ -242,6 +242,27 @@ class WeightLoad:
         """Names of which memory no longer holds what ``checksums`` last found."""
         return [name for name in self._sent if self._held_sum(name) != self._held[name] or self._is_changed(name)]
 
+    def read_back(self, other_form: Set[str] = frozenset()) -> dict[str, int]:
+        """Name as it was sent -> checksum of what is held now, and the engine's name of parameters never written.
+
+        Args:
+            other_form: parameters whose numbers were brought into another order after the load; they are left out.
+        """
+        owner = self.watcher.owner
+        plain = [
+            name
+            for name in self._sent
+            if not any(owner.get(p.held.untyped_storage().data_ptr()) in other_form for p in self.watcher.parts[name])
+        ]
+        sums = {name: self._held_sum(name) + self._is_changed(name) for name in plain}
+        return sums | {name: checksum(parameter) for name, parameter in self.unwritten()}
+
+    def unwritten(self) -> Iterator[tuple[str, Tensor]]:
+        """Parameters in memory that this load did not watch: a head that is tied no longer, for one."""
+        for name, parameter in self.model.named_parameters():
+            if parameter.untyped_storage().data_ptr() not in self.watcher.owner and name not in self.derived:
+                yield name, parameter
+
     def _held_sum(self, name: str) -> int:
         """The checksum of what is held under a name; of a tensor held in part, that of what was sent."""
         sent = self._sent[name]

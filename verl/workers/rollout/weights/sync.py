@@ -8,7 +8,7 @@ version. Knows neither training nor rollout engines, only `RolloutEngine`'s inte
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -189,6 +189,27 @@ def compare(sent: dict[str, int], receipt: Receipt, version: int) -> None:
             f"The rollout does not hold the weights of version {version}: {'; '.join(problems)}. "
             "It will not generate until a sync succeeds."
         )
+
+
+def compare_memory(
+    named_tensors: Iterable[tuple[str, Tensor]], held: Sequence[dict[str, int]], dtype: torch.dtype
+) -> str:
+    """Say which tensors rollouts hold otherwise than the trainer; empty where all are equal.
+
+    Args:
+        named_tensors: the trainer's, as they are sent.
+        held: ``RolloutEngine.read_back`` of every rank; an empty one is not compared.
+        dtype: of the rollouts' weights.
+    """
+    own: dict[str, int] = {}
+    for _ in with_checksums(named_tensors, dtype, own):
+        pass
+    found = []
+    for rank, sums in enumerate(held):
+        names = [name for name in own.keys() | sums.keys() if own.get(name) != sums.get(name)] if sums else []
+        if names:
+            found.append(f"{listed(names)} in the memory of rank {rank} ({len(names)} of {len(own)} tensors)")
+    return "; ".join(found)
 
 
 def listed(names: Iterable[str]) -> str:

@@ -143,14 +143,14 @@ def _is_selected(trajectory: Trajectory, options: argparse.Namespace) -> bool:
 
 
 def _write_page(options: argparse.Namespace, chosen: Sequence[Trajectory]) -> bool:
-    from verl.telemetry.trajectory_page import page
+    from verl.view.page import of_trajectories
 
     chosen = chosen[: options.limit or _PAGE]
     if not chosen:
         return False
     first = Path(options.paths[0]).expanduser()
     path = Path(options.html) if options.html else (first if first.is_dir() else first.parent) / "trajectories.html"
-    path.write_text(page(chosen, " ".join(map(str, options.paths))), encoding="utf-8", errors="backslashreplace")
+    path.write_text(of_trajectories(chosen, " ".join(map(str, options.paths))), encoding="utf-8")
     print(f"{path}: {len(chosen):,} trajectories")
     return True
 

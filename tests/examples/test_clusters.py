@@ -1,0 +1,91 @@
+"""Jobs for Slurm and SkyPilot, with stand-ins for their tools; what images copy and install is there."""
+
+import os
+import re
+import subprocess
+
+import pytest
+import yaml
+
+from tests.support.commands import NOTE_TAKER, ROOT, main_ppo_overrides
+from verl.config.load import load_ppo_config
+
+STUBS = {
+    "srun": 'while [ "${1#--}" != "$1" ]; do shift; done; exec "$@"',
+    "hostname": "echo 127.0.0.1 10.0.0.7",
+    "scontrol": 'echo "$@" >> "$TOOLS"; if [ "$1" = show ]; then echo node1; echo node2; fi',
+    "ray": 'echo "$@" >> "$TOOLS"; if [ "$1" = list ]; then printf \'"state": "ALIVE"\\n"state": "ALIVE"\\n\'; fi',
+}
+
+
+def run_with_stubs(command, folder, **environment):
+    """The overrides of the training that ``command`` starts, its exit code, and the calls of the cluster's tools."""
+    stubs = STUBS | {"python3": NOTE_TAKER.split("\n", 1)[1] + f"exit {environment.get('CODE', 0)}"}
+    (folder / ".venv" / "bin").mkdir(parents=True)
+    for name, text in stubs.items():
+        path = folder / ".venv" / "bin" / name
+        path.write_text(f"#!/bin/sh\n{text}\n")
+        path.chmod(0o755)
+    for name in ("calls", "tools"):
+        (folder / name).write_text("")
+    (folder / "examples").symlink_to(ROOT / "examples")
+    env = (
+        os.environ | {"CALLS": str(folder / "calls"), "TOOLS": str(folder / "tools"), "REPO": str(folder)} | environment
+    )
+    env["PATH"] = f"{folder / '.venv' / 'bin'}:{env['PATH']}"
+    done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=60)
+    calls = [call.splitlines() for call in (folder / "calls").read_text().split("== call\n")[1:]]
+    return main_ppo_overrides(calls), done, (folder / "tools").read_text()
+
+
+JOB = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "node[1-2]", "SLURM_GPUS_ON_NODE": "4"}
+
+
+@pytest.mark.parametrize("code", ["0", "75"])
+def test_a_job_of_several_nodes_starts_ray_and_one_driver_and_is_queued_again_when_it_was_stopped(code, tmp_path):
+    script = str(ROOT / "examples" / "slurm" / "ray_on_slurm.slurm")
+    [words], done, tools = run_with_stubs(["bash", script, "trainer.seed=7"], tmp_path, CODE=code, **JOB)
+    assert done.returncode == int(code), done.stderr
+    config = load_ppo_config(words)
+    assert (config.trainer.nnodes, config.trainer.n_gpus_per_node, config.trainer.seed) == (2, 4, 7)
+    assert "start --head --node-ip-address=10.0.0.7" in tools and "start --address=10.0.0.7:6379" in tools
+    assert ("requeue 7" in tools) == (code == "75")
+
+
+def test_a_job_of_one_node_runs_a_recipe(tmp_path):
+    script = str(ROOT / "examples" / "slurm" / "run_one_node.slurm")
+    recipe = "examples/grpo_trainer/run_gsm8k_qwen2_5_0_5b.sh"
+    [words], done, tools = run_with_stubs(["bash", script, recipe, "trainer.seed=7"], tmp_path, CODE="75", **JOB)
+    config = load_ppo_config(words)
+    assert done.returncode == 75 and "requeue 7" in tools and config.trainer.default_local_dir.endswith("slurm-7")
+    assert (config.trainer.n_gpus_per_node, config.trainer.seed) == (4, 7)
+
+
+@pytest.mark.parametrize("task", sorted((ROOT / "examples" / "skypilot").glob("*.yaml")), ids=lambda path: path.name)
+def test_a_skypilot_task_composes(task, tmp_path):
+    content = yaml.safe_load(task.read_text())
+    known = {"name", "num_nodes", "resources", "envs", "workdir", "file_mounts", "setup", "run"}
+    assert content.keys() <= known and all(isinstance(content[name], str) for name in ("setup", "run"))
+    for name in ("setup", "run"):
+        subprocess.run(["bash", "-n", "-c", content[name]], check=True)
+    nodes = str(content.get("num_nodes", 1))
+    sky = {"SKYPILOT_NODE_IPS": "10.0.0.7\n10.0.0.8", "SKYPILOT_NODE_RANK": "0", "SKYPILOT_NUM_NODES": nodes}
+    sky |= {"SKYPILOT_NUM_GPUS_PER_NODE": "8", **content["envs"]}
+    [words], done, _ = run_with_stubs(["bash", "-c", content["run"]], tmp_path, **sky)
+    config = load_ppo_config(words)
+    assert done.returncode == 0 and config.trainer.world_size == 8 * int(nodes)
+    assert config.trainer.default_local_dir.startswith("/checkpoints/") and "/checkpoints" in content["file_mounts"]
+
+
+@pytest.mark.parametrize("image", sorted((ROOT / "docker").glob("Dockerfile.*")), ids=lambda path: path.name)
+def test_an_image_copies_and_calls_what_is_there(image):
+    text = image.read_text().replace("\\\n", " ")
+    lines = [line for line in text.splitlines() if line and not line.startswith("#")]
+    words = {line.split()[0] for line in lines}
+    assert words <= {"ARG", "FROM", "ENV", "RUN", "WORKDIR", "COPY", "CMD"} and "FROM" in words
+    for line in lines:
+        if line.startswith("COPY"):
+            assert all((ROOT / source).exists() for source in line.split()[1:-1]), line
+        if line.startswith("RUN"):
+            subprocess.run(["bash", "-n", "-c", line.removeprefix("RUN ")], check=True)
+    assert all((ROOT / name).exists() for name in re.findall(r"scripts/\w+\.\w+", text))
