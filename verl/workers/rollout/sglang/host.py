@@ -39,10 +39,13 @@ from verl.workers.rollout.sglang.setup import EngineRequest
 
 IF_MISSING = ("triton", "IPython")
 ALWAYS = ("vllm", "vllm._custom_ops")
+HIDDEN = "megatron"
+"""Installed for training; SGLang imports it for a debugging aid, with seconds of imports that an engine has no use for."""
 
 
 def install_stubs() -> None:
-    """Make ``import`` work for packages of ``IF_MISSING`` with all below them, and for the modules ``ALWAYS``."""
+    """Make ``import`` work for packages of ``IF_MISSING`` with all below them, and for the modules ``ALWAYS``; and fail
+    for ``HIDDEN``."""
     missing = [name for name in IF_MISSING if name not in sys.modules and importlib.util.find_spec(name) is None]
     if "triton" in missing:
         # torch asks for Triton too, and must still find that there is none
@@ -59,6 +62,8 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         self.modules = frozenset(modules)
 
     def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> importlib.machinery.ModuleSpec | None:
+        if fullname == HIDDEN:
+            raise ModuleNotFoundError(f"{fullname} is not for rollout engines", name=fullname)
         if fullname.partition(".")[0] not in self.packages and fullname not in self.modules:
             return None
         return importlib.machinery.ModuleSpec(fullname, self, is_package=True)
@@ -78,6 +83,8 @@ class _Module(types.ModuleType):
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
+        if name == "get_ipython":
+            return lambda: None  # what IPython answers outside a notebook
         return _StubMeta(name, (_Stub,), {}) if name[0].isupper() else _Stub()
 
 
