@@ -125,7 +125,8 @@ _ONE_DOMAIN = {
     "rewards": {"math_rule": BASE["rewards"]["math_rule"]},
     "actor_train.data_args.domain_interleave_probs": {"math_rule": 1},
 }
-_FSDP2, _JUDGE = "actor_rollout_ref.actor.strategy=fsdp2", "reward_model.judge.url=http://localhost:8001/v1"
+_JUDGE = "reward_model.judge.url=http://localhost:8001/v1"
+_SETTINGS = "actor_train.strategy_args.strategy_config"
 _ZERO3 = {"defaults": ["../config/deepspeed_zero3@_here_"], "actor_train.strategy_args": {
     "strategy_name": "deepspeed_train", "strategy_config": "${deepspeed_zero3}"}}  # fmt: skip
 _MOE = {
@@ -136,24 +137,24 @@ _MOE = {
 }  # fmt: skip
 
 SHAPES: dict[str, tuple[dict[str, Any], list[str]]] = {
-    "five domains": ({}, [_FSDP2, _JUDGE]),
-    "one domain": (_ONE_DOMAIN, [_FSDP2]),
+    "five domains": ({}, [_JUDGE]),
+    "one domain": (_ONE_DOMAIN, []),
     "a domain without a share": (
         {"actor_train.data_args.domain_interleave_probs": {k: v for k, v in SHARES.items() if k != "llm_judge"}},
-        [_FSDP2],
+        [],
     ),
     "mixture of experts": (
         {"actor_train.strategy_args.strategy_config": _MOE, "actor_train.device_mapping": "list(range(0,32))",
          "actor_infer.num_gpus_per_worker": 2, "actor_infer.device_mapping": "list(range(0,24))", **_ONE_DOMAIN},
-        [_FSDP2],
+        [f"{_SETTINGS}.moe_grouped_gemm=null", f"{_SETTINGS}.additional_configs.moe_permute_fusion=null"],
     ),
     "sglang": (
         {"actor_infer.strategy_args": {"strategy_name": "sglang", "strategy_config": {
             "mem_fraction_static": 0.7, "load_format": "dummy"}}, **_ONE_DOMAIN},
-        [_FSDP2],
+        [],
     ),
     "grpo with a reference": (
-        {"adv_estimator": "grpo", "use_kl_loss": True, "kl_loss_coef": 0.001, **_ONE_DOMAIN}, [_FSDP2],
+        {"adv_estimator": "grpo", "use_kl_loss": True, "kl_loss_coef": 0.001, **_ONE_DOMAIN}, [],
     ),
     "deepspeed": ({**_ZERO3, **_ONE_DOMAIN, "actor_train.model_args.ulysses_size": 2}, []),
     "devices apart, of two nodes": (
@@ -162,17 +163,17 @@ SHAPES: dict[str, tuple[dict[str, Any], list[str]]] = {
         [],
     ),
     "sampling ahead": (
-        {"async_generation_ratio": 1, "actor_infer.device_mapping": "list(range(16,24))", **_ONE_DOMAIN}, [_FSDP2],
+        {"async_generation_ratio": 1, "actor_infer.device_mapping": "list(range(16,24))", **_ONE_DOMAIN}, [],
     ),
     "dynamic sampling": (
         {"is_use_additional_prompts": True, "max_running_requests": 256, **_ONE_DOMAIN,
          "rewards.math_rule.query_filter_config": {"type": "mean_filter", "filter_args": {
              "threshold_up": 0.9, "threshold_down": 0.1}}},
-        [_FSDP2],
+        [],
     ),
     "topr": (
         {"rl_loss_coef": 0.0, "positive_loss_coef": "x_1", "use_topr_neg_loss_coef": 0.5, **_ONE_DOMAIN},
-        [_FSDP2, "positive_loss_coef=1.0"],
+        ["positive_loss_coef=1.0"],
     ),
     "gae without a critic section": ({"adv_estimator": "gae", **_ONE_DOMAIN, **_ZERO3}, []),
     "lora and a key of wandb": (

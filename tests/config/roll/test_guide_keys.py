@@ -1,10 +1,13 @@
 """Every key that ROLL's two configuration guides name becomes an option that is read, or is refused with the reason."""
 
+import copy
+
 import pytest
 
 from verl.config.base import ConfigError
 from verl.config.command_line import locate
 from verl.config.ppo import PPOConfig
+from verl.config.roll import sections
 from verl.config.roll.table import word
 from verl.config.roll.translate import translate
 from verl.config.tree import at_key, overlay, put_key
@@ -16,6 +19,7 @@ KL_LOSS = {"use_kl_loss": True}
 GAE = {"adv_estimator": "gae", "critic": {"infer_batch_size": 2}}
 AGENTIC = {"rollout_batch_size": 64, "train_env_manager": {"env_groups": 8, "group_size": 8}}
 MEGATRON = {"strategy_name": "megatron_train"}
+SETTINGS, OVERRIDE = "actor_train.strategy_args.strategy_config", f"{A}.megatron.override_transformer_config"
 
 # key of ROLL, a value, what else the file says, what it becomes (options) or why it is refused (a sentence's words)
 KEYS = [
@@ -155,23 +159,44 @@ KEYS = [
     ("actor_infer.generating_args.max_new_tokens", 512, {}, {"data.max_response_length": 512}),
     ("actor_infer.generating_args.temperature", 0.99, {}, {f"{E}.temperature": 0.99}),
     ("actor_train.strategy_args.strategy_name", "deepspeed_train", {}, {f"{A}.strategy": "deepspeed"}),
-    ("actor_train.strategy_args.strategy_name", "megatron_train", {}, "Megatron is not built"),
-    ("reference.strategy_args.strategy_name", "megatron_infer", KL_LOSS, "Megatron is not built"),
+    ("actor_train.strategy_args.strategy_name", "megatron_train", {}, {f"{A}.strategy": "megatron"}),
+    ("reference.strategy_args.strategy_name", "megatron_infer", KL_LOSS, {f"{R}.strategy": "megatron"}),
     *(("actor_infer.strategy_args.strategy_name", name, {}, {f"{E}.name": ours})
       for name, ours in (("vllm", "vllm"), ("sglang", "sglang"), ("hf_infer", "hf"))),
-    *((f"actor_train.strategy_args.strategy_config.{name}_parallel_size", 2, MEGATRON, {})
-      for name in ("tensor_model", "pipeline_model", "expert_model", "virtual_pipeline_model")),
-    ("actor_train.strategy_args.strategy_config.context_parallel_size", 2, MEGATRON,
-     {f"{A}.ulysses_sequence_parallel_size": 2, f"{M}.use_remove_padding": True}),
-    ("actor_train.strategy_args.strategy_config.sequence_parallel", True, MEGATRON, {}),
-    ("actor_train.strategy_args.strategy_config.recompute_granularity", "full", MEGATRON,
-     {f"{M}.enable_gradient_checkpointing": True}),
-    ("actor_train.strategy_args.strategy_config.recompute_granularity", "selective", MEGATRON, {}),
-    ("actor_train.strategy_args.strategy_config.moe_layer_recompute", True, MEGATRON, {}),
-    *((f"actor_train.strategy_args.strategy_config.{name}", value, MEGATRON, {})
-      for name, value in (("moe_token_dispatcher_type", "alltoall"), ("moe_grouped_gemm", True),
-                          ("moe_shared_expert_overlap", True))),
-    ("actor_train.strategy_args.strategy_config.overlap_grad_reduce", True, MEGATRON, {}),
+    *((f"{SETTINGS}.{name}_parallel_size", 2, MEGATRON, {f"{A}.megatron.{name}_parallel_size": 2})
+      for name in ("tensor_model", "pipeline_model", "expert_model", "virtual_pipeline_model", "context",
+                   "expert_tensor")),
+    (f"{SETTINGS}.sequence_parallel", True, MEGATRON, {f"{A}.megatron.sequence_parallel": True}),
+    (f"{SETTINGS}.recompute_granularity", "full", MEGATRON,
+     {f"{OVERRIDE}.recompute_granularity": "full", f"{OVERRIDE}.recompute_method": "uniform",
+      f"{OVERRIDE}.recompute_num_layers": 1}),
+    (f"{SETTINGS}.recompute_granularity", "selective", MEGATRON, {f"{OVERRIDE}.recompute_granularity": "selective"}),
+    (f"{SETTINGS}.recompute_granularity", "whole", MEGATRON, "full or selective"),
+    (f"{SETTINGS}.recompute_modules", "core_attn, mlp", {**MEGATRON, "strategy_config": {
+        "recompute_granularity": "selective", "moe_layer_recompute": True}},
+     {f"{OVERRIDE}.recompute_modules": ["core_attn", "mlp", "moe"]}),
+    (f"{SETTINGS}.recompute_method", "recompute", {**MEGATRON, "strategy_config": {"recompute_granularity": "full"}},
+     "uniform or block"),
+    (f"{SETTINGS}.moe_layer_recompute", True, MEGATRON,
+     {f"{OVERRIDE}.recompute_granularity": "selective", f"{OVERRIDE}.recompute_modules": ["moe"]}),
+    *((f"{SETTINGS}.{name}", value, MEGATRON, {f"{OVERRIDE}.{name}": value})
+      for name, value in (("moe_token_dispatcher_type", "alltoall"), ("moe_shared_expert_overlap", True),
+                          ("account_for_loss_in_pipeline_split", True), ("moe_router_dtype", "fp32"))),
+    (f"{SETTINGS}.moe_grouped_gemm", True, MEGATRON, "needs Transformer Engine"),
+    (f"{SETTINGS}.optimizer_cpu_offload", True, MEGATRON, f"{A}.megatron.optimizer_offload=true"),
+    (f"{SETTINGS}.additional_configs", {"num_layers_in_first_pipeline_stage": 3}, MEGATRON,
+     {f"{OVERRIDE}.num_layers_in_first_pipeline_stage": 3}),
+    (f"{SETTINGS}.additional_configs", "more.json", MEGATRON, "in the file itself"),
+    (f"{SETTINGS}.overlap_p2p_comm", True, {**MEGATRON, "strategy_config": {
+        "virtual_pipeline_model_parallel_size": 2}},
+     {f"{OVERRIDE}.overlap_p2p_comm": True, f"{OVERRIDE}.batch_p2p_comm": False}),
+    (f"{SETTINGS}.overlap_p2p_comm", True, MEGATRON, {}),
+    (f"{SETTINGS}.overlap_grad_reduce", True, MEGATRON,
+     {f"{A}.megatron.override_ddp_config.overlap_grad_reduce": True}),
+    (f"{SETTINGS}.ddp_bucket_size", 1000, MEGATRON, {f"{A}.megatron.override_ddp_config.bucket_size": 1000}),
+    (f"{SETTINGS}.mtp_num_layers", 1, MEGATRON, "several tokens"),
+    (f"{SETTINGS}.optimizer", "sgd", MEGATRON, "AdamW"),
+    (f"{SETTINGS}.tensor_model_parallel_sise", 2, MEGATRON, "did you mean 'tensor_model_parallel_size'"),
     *((f"actor_infer.strategy_args.strategy_config.{name}", value, {"strategy_name": "vllm"}, {option: value})
       for name, value, option in (
           ("gpu_memory_utilization", 0.6, f"{E}.gpu_memory_utilization"),
@@ -199,13 +224,18 @@ def translation(key, value, others):
     if role.endswith("_env_manager"):
         put_key(tree, "actor_train.training_args.gradient_accumulation_steps", 1)
     if "strategy_name" in others:
-        put_key(tree, f"{role}.strategy_args", dict(others))
+        put_key(tree, f"{role}.strategy_args", copy.deepcopy(others))
     else:
         overlay(tree, {name: dict(item) if isinstance(item, dict) else item for name, item in others.items()})
     if at_key(tree, key) is None:
         put_key(tree, key, value)
     put_key(tree, key, value)
-    return translate(tree, words=[f"{A}.strategy=fsdp2"] if others is MEGATRON else [])
+    return translate(tree)
+
+
+@pytest.fixture(autouse=True)
+def megatron(monkeypatch):
+    monkeypatch.setattr(sections, "built_engines", lambda: ("megatron",))
 
 
 @pytest.mark.parametrize(("key", "value", "others", "expected"), KEYS, ids=lambda item: str(item)[:40])
@@ -234,6 +264,32 @@ def test_every_word_that_any_key_becomes_is_an_option():
 def test_an_unknown_key_is_refused_with_the_nearest():
     (refusal,) = (text for text in translate({"max_stepz": 3}).refusals if "max_stepz" in text)
     assert "no key of ROLL; did you mean 'max_steps'" in refusal
+
+
+def test_settings_of_megatron_count_with_another_engine_where_that_has_them():
+    settings = {"context_parallel_size": 2, "recompute_granularity": "full", "moe_grouped_gemm": True,
+                "optimizer_cpu_offload": True}  # fmt: skip
+    tree = {"actor_train": {"strategy_args": {"strategy_name": "megatron_train", "strategy_config": settings}}}
+    found = translate(tree, words=[f"{A}.strategy=fsdp2"])
+    expected = {f"{A}.ulysses_sequence_parallel_size=2", f"{M}.use_remove_padding=true",
+                f"{M}.enable_gradient_checkpointing=true", f"{A}.fsdp_config.optimizer_offload=true"}  # fmt: skip
+    assert expected <= {*found.words} and any("no effect have moe_grouped_gemm" in note for note in found.notes)
+
+
+def test_roles_on_megatron_have_the_ranks_of_the_policy_and_its_formats():
+    strategy = {"strategy_name": "megatron_train", "strategy_config": {"tensor_model_parallel_size": 2}}
+    scoring = {"strategy_name": "megatron_infer", "strategy_config": {"tensor_model_parallel_size": 1,
+                                                                      "sequence_parallel": False}}  # fmt: skip
+    worker = {"model_args": {"dtype": "bf16", "disable_gradient_checkpointing": False}}
+    tree = {**KL_LOSS, "is_offload_states": True, "adv_estimator": "reinforce",
+            "actor_train": {"strategy_args": strategy, **worker},
+            "reference": {"strategy_args": scoring, **worker}}  # fmt: skip
+    found = translate(tree)
+    expected = {f"{R}.megatron.sequence_parallel=false", f"{R}.megatron.dtype=bf16", f"{A}.megatron.dtype=bf16",
+                f"{A}.megatron.param_offload=true", f"{A}.megatron.optimizer_offload=true"}  # fmt: skip
+    assert expected <= {*found.words}
+    assert not [word for word in found.words if "fsdp_config" in word or "enable_gradient_checkpointing" in word]
+    assert any("reference: its ranks are those of actor_train; no effect have tensor" in note for note in found.notes)
 
 
 def test_words_behind_the_file_settle_a_refusal_and_win():

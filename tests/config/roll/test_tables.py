@@ -13,7 +13,7 @@ from verl.config.roll.table import Row, listed, read_yaml, rows, translator
 from verl.config.roll.translate import translate
 
 TABLES = ("top", "worker", "data", "generation", "strategy", "vllm", "sglang", "megatron",
-          "env_manager", "env", "env_sokoban", "env_frozen_lake", "reward")  # fmt: skip
+          "megatron_training", "env_manager", "env", "env_sokoban", "env_frozen_lake", "reward")  # fmt: skip
 LISTS = (
     "places",
     "engines",

@@ -3,6 +3,7 @@
 
 from collections.abc import Iterator
 from importlib.util import find_spec
+from typing import Any
 
 from verl.config.base import Problem, get_path
 from verl.config.checks.base import EngineRole, IsGiven, engine_roles, given_below, problem, unused, validator
@@ -214,7 +215,7 @@ def megatron_overrides_conflict(config: PPOConfig) -> Iterator[Problem]:
             for entry, value in entries.items():
                 if entry in DECIDED[name]:
                     yield Problem(key, f"{key}.{entry}={show(value)} is decided by verl: {DECIDED[name][entry]}.")
-                elif value and entry in _NEED_TRANSFORMER_ENGINE.get(name, ()) and not _has_transformer_engine():
+                elif needs_transformer_engine(name, entry, value):
                     text = "needs Transformer Engine (transformer-engine), which is not installed. Leave it out."
                     yield Problem(key, f"{key}.{entry}={show(value)} {text}")
 
@@ -227,8 +228,10 @@ def _free_forms(role: EngineRole) -> Iterator[tuple[str, dict]]:
         yield f"{role.key}.optim.override_optimizer_config", role.section.optim.override_optimizer_config or {}
 
 
-def _has_transformer_engine() -> bool:
-    return find_spec("transformer_engine") is not None
+def needs_transformer_engine(option: str, entry: str, value: Any) -> bool:
+    """Whether an entry of a free-form option, ``override_transformer_config`` for example, asks for something of
+    Transformer Engine's, which is not installed."""
+    return bool(value) and entry in _NEED_TRANSFORMER_ENGINE.get(option, ()) and find_spec("transformer_engine") is None
 
 
 @validator("error")

@@ -8,7 +8,7 @@ import ast
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from verl.config.roll.table import ACTOR, MODEL, REF, ROLLOUT, Note, Outcome, Refuse, Set
+from verl.config.roll.table import ACTOR, MODEL, REF, ROLLOUT, Note, Outcome, Refuse, Set, listed
 from verl.config.tree import at_key, section_at
 
 # -- ``device_mapping``: Python that ROLL evaluates, read here as what it is, a list of numbers ----------------------
@@ -115,6 +115,22 @@ class Roll:
     @property
     def has_reference(self) -> bool:
         return bool(self.get("use_kl_loss") or self.get("add_token_level_kl"))
+
+    def is_megatron(self, role: str) -> bool:
+        """Whether a role trains or scores on Megatron: the file says so, and the command line nothing else."""
+        name = self.get(f"{role}.strategy_args.strategy_name")
+        if name == "hf_infer" and role == "reference":  # scores with the engine of the actor
+            return self.is_megatron("actor_train")
+        place = at_key(listed("places"), f"{role}.role")
+        chosen = self.given.get(f"{place}.strategy") or self.given.get(f"{ACTOR}.strategy")
+        return listed("engines")["training"].get(name) == "megatron" and chosen in (None, "megatron")
+
+    def places(self, role: str) -> Mapping[str, str]:
+        """Kind -> the option or section of that kind that a worker section has here; ``listed("places")``."""
+        found = dict(listed("places").get(role, {}))
+        if "megatron" in found and self.is_megatron(role):
+            found |= {"fsdp": found["megatron"], "dtype": f"{found['megatron']}.dtype"}
+        return found
 
     @property
     def group_size(self) -> int:

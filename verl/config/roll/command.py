@@ -149,6 +149,7 @@ def tables_page() -> str:
         lines += ["", f"**{section}**", "", "| field | default, v0.1.0 | 2026-08 | | here |", "|---|---|---|---|---|"]
         lines += [f"| `{one.name}` | {one.first} | {one.latest} | {one.kind} | {one.text} |" for one in entries]
     for engine in ("vLLM", "SGLang", "Megatron"):
-        lines += ["", f"**`strategy_config` of {engine}**", "", "| key | here |", "|---|---|"]
-        lines += [f"| `{key}` | {row.described()} |" for key, row in rows(engine.lower()).items()]
+        lines += ["", f"**`strategy_config` of {engine}**", "", "| key | | here |", "|---|---|---|"]
+        tables = ("megatron", "megatron_training") if engine == "Megatron" else (engine.lower(),)
+        lines += [f"| `{key}` | {row.kind} | {row.described()} |" for key, row in rows(*tables).items()]
     return "\n".join(lines[1:])

@@ -359,8 +359,18 @@ def filters(key: str, value: Any, roll: Roll) -> Iterator[Outcome]:
 # -- Models, optimizers and weights ----------------------------------------------------------------------------------
 
 
+def offload_states(key: str, value: Any, roll: Roll) -> Iterator[Outcome]:
+    """Memory of the actor between its phases; ``key`` says whether of the optimizer alone."""
+    place = roll.places("actor_train")["fsdp"]
+    if value:
+        yield Set(f"{place}.optimizer_offload", True)
+        yield from [Set(f"{place}.param_offload", True)] if key == "is_offload_states" else []
+
+
 def checkpointing(key: str, value: Any, roll: Roll) -> Iterator[Outcome]:
-    if model := place_of(key, "model"):
+    if roll.is_megatron(key.partition(".")[0]):
+        yield Idle(key)  # recompute_granularity decides
+    elif model := place_of(key, "model"):
         yield Set(f"{model}.enable_gradient_checkpointing", not value)
 
 
@@ -459,6 +469,78 @@ def dynamic(key: str, value: Any, roll: Roll) -> Iterator[Outcome]:
         place = ROLLOUT if role == "actor_train" else REF
         yield Set(f"{place}.log_prob_use_dynamic_bsz", True)
         yield from [Set(f"{place}.log_prob_max_token_len_per_gpu", tokens)] if tokens else []
+
+
+# -- Megatron's settings ---------------------------------------------------------------------------------------------
+
+
+def megatron_size(key: str, value: Any, roll: Roll) -> Iterator[Outcome]:
+    """A factor of the mesh. Roles share processes, so that reference and critic have the actor's."""
+    if key.startswith("actor_train") or not roll.is_megatron("actor_train"):
+        yield Set(f"{place_of(key, 'megatron')}.{key.rpartition('.')[2]}", value)
+
+
+def megatron_entry(key: str, value: Any, roll: Roll) -> Iterator[Outcome]:
+    yield Set(f"{place_of(key, 'megatron')}.override_transformer_config.{key.rpartition('.')[2]}", value)
+
+
+def ddp_entry(key: str, value: Any, roll: Roll) -> Iterator[Outcome]:
+    yield Set(f"{place_of(key, 'megatron')}.override_ddp_config.{key.rpartition('.')[2]}", value)
+
+
+def megatron_entries(key: str, value: Any, roll: Roll) -> Iterator[Outcome]:
+    if not isinstance(value, dict):
+        yield Refuse(key, value, "entries are given in the file itself", (f"{key}={{}}",))
+        return
+    for name, item in value.items():
+        yield from [] if item is None else megatron_entry(f"{key}.{name}", item, roll)
+
+
+def overlap(key: str, value: Any, roll: Roll) -> Iterator[Outcome]:
+    """Stages of a virtual pipeline send while they compute; megatron-core wants it said twice."""
+    section = key.rpartition(".")[0]
+    if (roll.get(f"{section}.virtual_pipeline_model_parallel_size") or 1) == 1:
+        yield Idle(key)
+        return
+    yield from megatron_entry(key, value, roll)
+    yield from megatron_entry(f"{section}.batch_p2p_comm", not value, roll)
+
+
+def recompute(key: str, value: Any, roll: Roll) -> Iterator[Outcome]:
+    section = key.rpartition(".")[0]
+    by_name = f"{section}.recompute_method"
+    method = roll.get(by_name, "uniform")
+    if value not in ("full", "selective"):
+        yield Refuse(key, value, "full or selective", (f"{key}=full", f"{key}=null"))
+        return
+    if value == "full" and method not in ("uniform", "block"):
+        yield Refuse(by_name, method, "uniform or block", (f"{by_name}=uniform",))
+    yield from megatron_entry(key, value, roll)
+    if value == "full":  # of every layer, as in ROLL, where nothing is said
+        yield from megatron_entry(by_name, method, roll)
+        layers = roll.get(f"{section}.recompute_num_layers", 1)
+        yield from megatron_entry(f"{section}.recompute_num_layers", layers, roll)
+    elif (modules := roll.get(f"{section}.recompute_modules")) or roll.get(f"{section}.moe_layer_recompute"):
+        yield from megatron_entry(f"{section}.recompute_modules", _modules(modules, section, roll), roll)
+
+
+def recompute_experts(key: str, value: Any, roll: Roll) -> Iterator[Outcome]:
+    section = key.rpartition(".")[0]
+    granularity = roll.get(f"{section}.recompute_granularity")
+    if value and granularity is None:
+        yield from megatron_entry(f"{section}.recompute_granularity", "selective", roll)
+        yield from megatron_entry(f"{section}.recompute_modules", ["moe"], roll)
+    elif value and granularity == "full":
+        yield Idle(key)
+
+
+def _modules(given: Any, section: str, roll: Roll) -> list[str]:
+    names = given if isinstance(given, list) else [part.strip() for part in str(given or "core_attn").split(",")]
+    return [*names, "moe"] if roll.get(f"{section}.moe_layer_recompute") and "moe" not in names else names
+
+
+def optimizer_entry(key: str, value: Any, roll: Roll) -> Iterator[Outcome]:
+    yield Set(f"{place_of(key, 'optim')}.override_optimizer_config.{key.rpartition('.')[2]}", value)
 
 
 # -- Data ------------------------------------------------------------------------------------------------------------

@@ -4,6 +4,8 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from verl.config.base import did_you_mean
+from verl.config.checks.megatron import needs_transformer_engine
+from verl.config.checks.support import registered
 from verl.config.roll.batch import Roll
 from verl.config.roll.table import (
     ACTOR,
@@ -15,6 +17,7 @@ from verl.config.roll.table import (
     Refuse,
     Set,
     listed,
+    row_outcomes,
     rows,
     section_outcomes,
 )
@@ -72,15 +75,17 @@ def _training(key: str, role: str, name: str, settings: Section, roll: Roll) -> 
     engine, place = listed("engines")["training"][name], listed("places")[role]["role"]
     option, of_actor, config = f"{place}.strategy", f"{ACTOR}.strategy", f"{key}.strategy_config"
     chosen = roll.given.get(option)
-    if engine == "megatron":
-        chosen = chosen or roll.given.get(of_actor)
-        if chosen in (None, "megatron"):
-            follows = str(roll.get("actor_train.strategy_args.strategy_name")).startswith("megatron")
-            why = "Megatron is not built; FSDP2 shards the same model over the same devices"
-            yield Refuse(f"{key}.strategy_name", name, why, (f"{of_actor if follows else option}=fsdp2",))
-        else:
-            yield Set(option, chosen)
-            yield from _in_place_of_megatron(role, settings, chosen)
+    if roll.is_megatron(role) and engine == "megatron" and "megatron" not in built_engines():
+        follows = str(roll.get("actor_train.strategy_args.strategy_name")).startswith("megatron")
+        why = "Megatron is not built; FSDP2 shards the same model over the same devices"
+        yield Refuse(f"{key}.strategy_name", name, why, (f"{of_actor if follows else option}=fsdp2",))
+    elif engine == "megatron" and roll.is_megatron(role):
+        yield Set(option, "megatron")
+        yield from _megatron(config, role, settings, roll)
+    elif engine == "megatron":
+        chosen = chosen or roll.given.get(of_actor, "")
+        yield Set(option, chosen)
+        yield from _in_place_of_megatron(role, settings, chosen)
     elif engine is None:
         yield Note(f"{key}.strategy_name={name}: the role scores with the engine of the actor")
     else:
@@ -91,10 +96,35 @@ def _training(key: str, role: str, name: str, settings: Section, roll: Roll) -> 
             yield Note(f"{config}: {what} is {engine}'s and has no effect with {option}={chosen}")
         elif engine == "deepspeed":
             yield from _deepspeed(role, settings)
-        elif any(setting in rows("megatron") for setting in settings):  # the engine was changed, its settings were not
+        elif rows("megatron", "megatron_training").keys() & settings:  # the engine was changed, its settings were not
             yield from _in_place_of_megatron(role, settings, engine)
         else:
             yield from _fsdp(config, listed("places")[role]["fsdp"], settings)
+
+
+def built_engines() -> tuple[str, ...]:
+    return registered("workers/engine/**/*.py", "register_engine")
+
+
+def _megatron(key: str, role: str, settings: Section, roll: Roll) -> Iterator[Outcome]:
+    """Outcomes of Megatron's settings, among them those that only Transformer Engine has."""
+    known = rows("megatron", "megatron_training")
+    for name, value in settings.items():
+        for outcome in row_outcomes(known.get(name), f"{key}.{name}", value, roll, known):
+            place, _, entry = outcome.key.rpartition(".") if isinstance(outcome, Set) else ("", "", "")
+            if isinstance(outcome, Set) and needs_transformer_engine(place.rpartition(".")[2], entry, outcome.value):
+                deep = f"{key}.{name}" if name == entry else f"{key}.{name}.{entry}"
+                instead = f"{deep}=null"
+                if name == "optimizer_cpu_offload":
+                    instead += f" {listed('places')[role]['megatron']}.optimizer_offload=true"
+                yield Refuse(deep, outcome.value, "it needs Transformer Engine, which is not installed", (instead,))
+            else:
+                yield outcome
+    first = section_at(roll.tree, "actor_train.strategy_args.strategy_config")
+    sizes = [name for name, row in known.items() if row.by[:1] == ("megatron_size",)]
+    if role != "actor_train" and roll.is_megatron("actor_train"):
+        if other := [name for name in sizes if (settings.get(name) or 1) != (first.get(name) or 1)]:
+            yield Note(f"{role}: its ranks are those of actor_train; no effect have {', '.join(other)} of its own")
 
 
 def _in_place_of_megatron(role: str, settings: Section, chosen: str) -> Iterator[Outcome]:

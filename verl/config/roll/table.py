@@ -121,7 +121,11 @@ class Row(NamedTuple):
         return f"{text}. ROLL's default `{self.default}` is kept" if self.default is not None else text
 
 
-_COUNT_IN = {"data": ("actor_train", "validation"), "generation": ("actor_infer", "validation")}
+_COUNT_IN = {
+    "data": ("actor_train", "validation"),
+    "generation": ("actor_infer", "validation"),
+    "megatron_training": ("actor_train", "critic"),
+}
 
 
 @cache
@@ -199,7 +203,7 @@ def row_outcomes(row: Row | None, key: str, value: Any, roll: "Roll", known: Ite
     else:
         if section != "validation":  # options that take the value as it is are those of training
             yield from (Set(option, value) for option in row.to)
-        places = listed("places").get(section, {})
+        places = roll.places(section)
         for option, item in (row.sets or (row.if_true if value else {})).items():
             if all(name in places for name in re.findall(r"\{(\w+)\}", option)):
                 yield Set(option.format(**places), value if item == "{value}" else item)

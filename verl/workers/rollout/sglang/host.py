@@ -40,7 +40,7 @@ from verl.workers.rollout.sglang.setup import EngineRequest
 IF_MISSING = ("triton", "IPython")
 ALWAYS = ("vllm", "vllm._custom_ops")
 HIDDEN = "megatron"
-"""Installed for training; SGLang imports it for a debugging aid, with seconds of imports that an engine has no use for."""
+"""Installed for training; SGLang imports it for a debugging aid, which takes seconds and has no use here."""
 
 
 def install_stubs() -> None:
