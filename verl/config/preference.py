@@ -10,7 +10,7 @@ from typing import ClassVar, Literal
 from verl.config.actor import ActorConfig, RefConfig, RefModelConfig
 from verl.config.base import Config, Problem, option, peek, read_if, section
 from verl.config.engine import FSDPConfig
-from verl.config.ppo import ActorRolloutRefConfig
+from verl.config.ppo import ActorRolloutRefConfig, PPOConfig
 from verl.config.sft import SFTConfig
 from verl.config.supervised import ExamplesConfig, SFTOptimConfig, SFTRunConfig
 
@@ -147,6 +147,18 @@ class PairConfig(SFTConfig):
         values["ppo_micro_batch_size_per_gpu"] = 2 * self.data.micro_batch_size_per_gpu
         return shared.with_values({"actor": PairActorConfig(**values, preference=self["algorithm"])})
 
+    def as_ppo(self) -> PPOConfig:
+        """A configuration of main_ppo with these sections; a pair is a prompt with two responses there."""
+        has_reference = {"actor_rollout_ref.actor.use_kl_loss": self.holds_reference}
+        tree = super().as_ppo().with_values({"actor_rollout_ref.rollout.n": 2, **has_reference})
+        assert isinstance(tree, PPOConfig)
+        return tree
+
+    @property
+    def holds_reference(self) -> bool:
+        """Is there a second model?"""
+        return False
+
 
 @dataclass
 class DPOConfig(PairConfig):
@@ -188,6 +200,12 @@ class DPOConfig(PairConfig):
         return shared.with_values({"ref": reference})
 
     @property
+    def holds_reference(self) -> bool:
+        """Is there a second model? With LoRA the reference is the model below the adapter."""
+        loss = self.algorithm
+        return loss.uses_reference and bool(self.ref.path or not (loss.precompute_ref or self.model.lora_rank))
+
+    @property
     def learns_from(self) -> dict[str, str | None]:
         """Key -> file or model folder, besides the data, that decides what is learned."""
         return {"model.path": self.model.path} | ({"ref.path": self.ref.path} if self.ref.path else {})
@@ -227,6 +245,7 @@ class RewardTrainConfig(PairConfig):
     """Everything about one run that trains a reward model."""
 
     _schema: ClassVar[str | None] = "rm"
+    scores: ClassVar[bool] = True
     config_name: ClassVar[str] = "rm_trainer"
     _help: ClassVar[str] = HELP.format(module="rm_trainer", what="Training of a reward model")
 

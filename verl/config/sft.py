@@ -79,6 +79,8 @@ _PPO_KEYS = {
     "actor_rollout_ref.actor.optim": "optim",
     "actor_rollout_ref.actor.checkpoint": "checkpoint",
     "actor_rollout_ref.model": "model",
+    "actor_rollout_ref.ref.model.path": "ref.path",
+    "actor_rollout_ref.ref.fsdp_config.param_offload": "ref.param_offload",
 }
 """Key or section of main_ppo -> what it is called here; the others have the same name."""
 
@@ -150,6 +152,8 @@ class SFTConfig(Config):
     # what the parts that serve main_ppo too ask a configuration for -----------------------------------------------
 
     uses_critic: ClassVar[bool] = False
+    scores: ClassVar[bool] = False
+    """Whether the model gives a text one score, in place of log-probabilities of its tokens."""
 
     @property
     def actor_rollout_ref(self) -> ActorRolloutRefConfig:

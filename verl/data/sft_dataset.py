@@ -6,6 +6,7 @@ tokenized at the start, so that a row that cannot be used is named before traini
 
 from __future__ import annotations
 
+import copy
 import json
 import logging
 import os
@@ -31,6 +32,8 @@ from verl.data.turns import MaskRefusal, TurnTokens
 from verl.protocol import DataProto
 
 if TYPE_CHECKING:
+    from typing import Self
+
     from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
 __all__ = ["MultiTurnSFTDataset", "SFTDataset", "build_examples", "examples_to_batch"]
@@ -262,6 +265,18 @@ class SFTDataset(Dataset):
         total = sum(lengths)
         flat = np.fromiter(chain.from_iterable(ids), np.int32, total)
         return _Examples(flat, np.fromiter(chain.from_iterable(learned), bool, total), np.array(lengths), bad)
+
+    def truncated(self, max_length: int, truncation: str) -> Self:
+        """Return a copy whose sequences are truncated further, without examples that are then of no use.
+
+        Raises:
+            DataError: none is left, or one is longer and ``truncation`` is ``error``.
+        """
+        found = copy.copy(self)
+        found.config = {**self.config, "max_length": max_length, "truncation": truncation}
+        found._truncate()
+        found._drop_empty()
+        return found
 
     def _truncate(self) -> None:
         limit, side = self.config.get("max_length", 1024), self.config.get("truncation", "error")

@@ -27,7 +27,11 @@ if TYPE_CHECKING:
     from verl.preflight.machine import Machine
     from verl.preflight.report import Report
 
-_PROGRAMS = {"sft": ("verl.config.sft", "SFTConfig")}
+_PROGRAMS = {
+    "sft": ("verl.config.sft", "SFTConfig"),
+    "dpo": ("verl.config.preference", "DPOConfig"),
+    "rm": ("verl.config.preference", "RewardTrainConfig"),
+}
 """First word after ``verl doctor`` -> module and class of the tree of a program that learns from examples."""
 
 _SHORT = {
@@ -86,10 +90,10 @@ def _count(text: str) -> int:
 def _doctor_parser() -> ArgumentParser:
     return _parser(
         "verl doctor",
-        "python -m verl.doctor [sft] [flags] key=value [key=value ...]",
+        "python -m verl.doctor [sft|dpo|rm] [flags] key=value [key=value ...]",
         "Say what a run would do and what would go wrong, in seconds. No model is opened; the reward function is\n"
         "tried in a sandbox. The words are those of python -m verl.trainer.main_ppo; there, trainer.dry_run=true does\n"
-        "the same. After the word sft they are those of verl sft, whose examples are looked at.",
+        "the same. After the word sft, dpo or rm they are those of that program, whose examples are looked at.",
         "  --config-path, --config-name, --config-dir    as the main job takes them\n\n"
         "exit codes: 0 it can run, 1 it can and --strict has warnings, 2 it cannot.",
         {
@@ -127,9 +131,6 @@ def doctor(
     parser = _doctor_parser()
     given = list(sys.argv[1:] if argv is None else argv)
     program = given.pop(0) if given and given[0] in _PROGRAMS else None
-    if given and given[0] in ("dpo", "rm"):
-        print(f"error: verl doctor does not look at pairs yet: use `verl {given[0]} --check ...`.", file=sys.stderr)
-        return 2
     try:
         options, rest = parser.parse_known_args(given)
         flags, words = parse(rest)

@@ -1,8 +1,8 @@
-"""Checks of a run that learns from given examples: `verl doctor sft`.
+"""Checks of a run that learns from given examples or preference pairs: `verl doctor sft`, `dpo` and `rm`.
 
 Options, models, machine and memory are checked as those of ``main_ppo`` (``SFTConfig.as_ppo``), and named as they are
 called here. Of the examples a sample is tokenized by the dataset of the run: which rows cannot be learned from, what is
-learned of a row, and how long rows are.
+learned of a row, how long rows are, and what truncation leaves of them.
 """
 
 from __future__ import annotations
@@ -16,14 +16,16 @@ import numpy as np
 from verl.config.base import Problem
 from verl.config.checks.batch import counted
 from verl.config.load import LoadedConfig
+from verl.config.preference import DPOConfig
 from verl.config.sft import SFTConfig
+from verl.config.supervised import ExamplesConfig
 from verl.data.files import hub_parts
 from verl.data.table import DataError
 from verl.preflight.checks import add_memory
 from verl.preflight.estimates import checkpoint_bytes, memory_plan
 from verl.preflight.machine import Machine, missing_devices, missing_packages, room_for_checkpoints
 from verl.preflight.models import missing_dataset, missing_models
-from verl.preflight.report import Finding, Level, Number, PhaseMemory, Report
+from verl.preflight.report import Finding, Level, Number, PhaseMemory, Report, format_bytes
 from verl.preflight.rows import Lengths, load_tokenizer
 from verl.utils.py_functional import excerpt
 
@@ -33,7 +35,7 @@ if TYPE_CHECKING:
 _ROWS = 256
 """Rows that are tokenized of each option that names files."""
 
-_PHASES = {"start": "start", "update actor": "update", "checkpoint": "checkpoint"}
+_PHASES = {"start": "start", "ref log-probs": "reference", "update actor": "update", "checkpoint": "checkpoint"}
 """Phases of main_ppo that a run on examples has too, and what they are called here."""
 
 
@@ -44,15 +46,15 @@ class Sample(NamedTuple):
     """In all files."""
     looked_at: int
     lengths: np.ndarray
-    """Tokens of each row that can be used, before truncation."""
+    """Tokens of the sequences of each row that can be used, after truncation; (rows, sequences)."""
     learned: np.ndarray
-    """Tokens learned of each, within ``data.max_length``."""
+    """Tokens learned of each; (rows, sequences)."""
 
 
 def examine_examples(loaded: LoadedConfig, machine: Machine) -> Report:
     """Check a configuration of `SFTConfig` that is composed already."""
     config: Any = loaded.config
-    report = Report(_findings("error", loaded.problems), config=config, data_title="examples")
+    report = Report(_findings("error", loaded.problems), config=config, data_title=config.data.noun)
     report.findings += [Finding("warning", text) for text in loaded.warnings]
     checks = [missing(config)]
     tree = config.as_ppo()
@@ -91,6 +93,12 @@ def _memory(config: SFTConfig, gpu_bytes: int | None) -> list[PhaseMemory]:
     for phase in memory_plan(config.as_ppo(), gpu_bytes):
         if phase.phase in _PHASES:
             parts = {name.removeprefix("actor "): size for name, size in phase.parts.items()}
+            if config.scores:  # one number of each text
+                parts.pop("logits", None)
+            if isinstance(config, DPOConfig) and config.algorithm.precompute_ref:
+                # the reference scores before the first step, and is not held afterwards
+                gone = ("optimizer", "gradients") if phase.phase == "ref log-probs" else ("reference weights",)
+                parts = {name: size for name, size in parts.items() if name not in gone or phase.phase == "start"}
             found.append(PhaseMemory(_PHASES[phase.phase], parts, config.words_here(phase.way_out)))
     return found
 
@@ -107,7 +115,7 @@ def _look(config: SFTConfig, key: str, report: Report) -> Sample | None:
 
     if not files:
         return None
-    if data.custom_cls.path:
+    if data.sequences == 1 and data.custom_cls.path:
         note(f"data.custom_cls.path={data.custom_cls.path} reads {key}, which is not checked here.")
         return None
     for path in files:
@@ -122,8 +130,9 @@ def _look(config: SFTConfig, key: str, report: Report) -> Sample | None:
         path = config.model.tokenizer_path or config.model.path
         tokenizer = load_tokenizer(path, config.model.custom_chat_template, config.model.trust_remote_code)
     except (ValueError, OSError) as error:
-        note(f"There is no tokenizer, so examples are not looked at: {str(error).rstrip('.')}.")
+        note(f"There is no tokenizer, so {data.noun} are not looked at: {str(error).rstrip('.')}.")
         return None
+    from verl.data.preference_dataset import PreferenceDataset
     from verl.data.sft_dataset import SFTDataset
     from verl.utils.tokenizer import hf_processor
 
@@ -132,7 +141,10 @@ def _look(config: SFTConfig, key: str, report: Report) -> Sample | None:
     try:
         trusts = config.model.trust_remote_code
         processor = hf_processor(path, config.model.custom_chat_template, trust_remote_code=trusts)
-        dataset = SFTDataset(files, tokenizer, options, _ROWS, processor)
+        if data.sequences == 1:
+            dataset = SFTDataset(files, tokenizer, options, _ROWS, processor)
+        else:
+            dataset = PreferenceDataset(files, tokenizer, options, _ROWS, processor, scores=config.scores)
     except (DataError, FileNotFoundError, ImportError) as error:
         if not any(key in finding.keys for finding in report.errors):  # a file that is missing is named already
             report.findings.append(Finding("error", _without_our_options(str(error)), (key,)))
@@ -147,8 +159,8 @@ def _without_our_options(text: str) -> str:
 def _judge(config: SFTConfig, key: str, dataset: SFTDataset, tokenizer: Any, report: Report) -> Sample:
     """Say what is wrong with the rows of a sample, and show the first of ``data.train_files``."""
     data, limit, skipped = config.data, config.data.max_length, dataset.dataframe.skipped
-    masks = [dataset[item]["loss_mask"].numpy() for item in range(len(dataset))]
-    lengths, looked_at = np.array([len(mask) for mask in masks]), len(dataset) + len(skipped)
+    items = [_sequences(dataset[item]) for item in range(len(dataset))]
+    lengths, looked_at = _count("input_ids", items), len(dataset) + len(skipped)
     of = f"{looked_at:,} rows of {key}" + ("" if looked_at >= dataset.num_rows else " that were looked at")
     if skipped:
         level: Level = "warning" if data.bad_rows == "skip" else "error"
@@ -156,44 +168,87 @@ def _judge(config: SFTConfig, key: str, dataset: SFTDataset, tokenizer: Any, rep
         first = f"{skipped[0].where}: {skipped[0].why}".rstrip(".")
         text = f"{len(skipped):,} of {of} cannot be learned from; the first is {first}. {fate}"
         report.findings.append(Finding(level, text, (key, "data.bad_rows")))
-    overlong = lengths > limit
-    if overlong.any():
-        longest = int(lengths.max())
-        text = f"data.max_length={limit} is less than the tokens of {int(overlong.sum()):,} of {of}; the longest has "
-        text += f"{longest:,}"
+    kept, overlong = items, int((lengths.max(1) > limit).sum())
+    if overlong:
+        side = "" if data.sequences == 1 else "a side of "
+        text = f"data.max_length={limit} is less than the tokens of {side}{overlong:,} of {of}; the longest has "
+        text += f"{int(lengths.max()):,}"
         if data.truncation == "error":
-            text += ". Raise it, or set data.truncation to left or right to cut them."
+            ways = "left or right to cut them" if data.sequences == 1 else "drop to leave them out, or left or right"
+            text += f". Raise it, or set data.truncation to {ways}."
             report.findings.append(Finding("error", text, ("data.max_length", key, "data.truncation")))
         else:
-            report.notes.append(Finding("note", f"{text}: they are cut (data.truncation={data.truncation}).", (key,)))
-    kept = [mask[-limit:] if data.truncation == "left" else mask[:limit] for mask in masks]
-    learned = np.array([int(mask.sum()) for mask in kept])
-    if (empty := int((learned == 0).sum())) and not (overlong.any() and data.truncation == "error"):
-        text = f"{empty:,} of {of} have no token to learn within data.max_length={limit}: they are left out."
-        report.findings.append(Finding("warning", text, ("data.max_length", key)))
-    texts = {dataset[item]["input_ids"].numpy().tobytes() for item in range(len(dataset))}
-    if len(texts) < len(dataset):
-        report.notes.append(Finding("note", f"{len(dataset) - len(texts):,} of {of} are repeated.", (key,)))
+            fate = f"they are {'left out' if data.truncation == 'drop' else 'cut'} (data.truncation={data.truncation})"
+            report.notes.append(Finding("note", f"{text}: {fate}.", (key,)))
+            kept = _truncated(config, key, dataset, of, overlong, report)
+    noted = len({tuple(_bytes(one) for one in item) for item in items})
+    if noted < len(items):
+        report.notes.append(Finding("note", f"{len(items) - noted:,} of {of} are repeated.", (key,)))
+    if data.sequences == 2:
+        sides = {(_bytes(chosen), _bytes(rejected)) for chosen, rejected in items}
+        if both := sum((rejected, chosen) in sides for chosen, rejected in sides) // 2:
+            text = f"{both:,} of the pairs of {key} are there in both orders: one of the two is the wrong way round."
+            report.findings.append(Finding("warning", text, (key,)))
     if key == "data.train_files":
-        report.preview += _shown(dataset[0]["input_ids"].numpy(), masks[0], tokenizer)
-        report.preview += _histogram(lengths, limit)
-    return Sample(dataset.num_rows, looked_at, lengths, learned)
+        report.preview += _shown(items[0], tokenizer, config.scores)
+        report.preview += _histogram(lengths.reshape(-1), data)
+    return Sample(dataset.num_rows, looked_at, _count("input_ids", kept), _count("loss_mask", kept))
 
 
-def _shown(ids: np.ndarray, mask: np.ndarray, tokenizer: Any) -> list[str]:
+def _sequences(item: dict[str, Any]) -> list[dict[str, Any]]:
+    """The sequences of an item: one, or the two of a pair."""
+    return [item] if "input_ids" in item else [item["chosen"], item["rejected"]]
+
+
+def _bytes(sequence: dict[str, Any]) -> bytes:
+    return sequence["input_ids"].numpy().tobytes()
+
+
+def _count(column: str, items: list[list[dict[str, Any]]]) -> np.ndarray:
+    """Tokens of each sequence, or those that are learned; (items, sequences)."""
+    counts = [[len(one[column]) if column == "input_ids" else int(one[column].sum()) for one in item] for item in items]
+    return np.array(counts, np.int64).reshape(len(items), len(items[0]) if items else 1)
+
+
+def _truncated(
+    config: SFTConfig, key: str, dataset: SFTDataset, of: str, overlong: int, report: Report
+) -> list[list[dict[str, Any]]]:
+    """What ``data.truncation`` leaves of the items of a dataset, and what it leaves none of."""
+    data, keys = config.data, ("data.max_length", key)
+    try:
+        cut = dataset.truncated(data.max_length, data.truncation)
+    except DataError as error:
+        report.findings.append(Finding("error", f"Of {of}, {error}", keys))
+        return []
+    lost = len(dataset) - len(cut) - (overlong if data.truncation == "drop" else 0)
+    if lost:
+        what = "no token to learn" if data.sequences == 1 else "nothing to learn"
+        text = f"{lost:,} of {of} have {what} within data.max_length={data.max_length}: they are left out."
+        report.findings.append(Finding("warning", text, keys))
+    return [_sequences(cut[item]) for item in range(len(cut))]
+
+
+def _shown(item: list[dict[str, Any]], tokenizer: Any, scores: bool) -> list[str]:
     """An example, each stretch of it with whether it is learned."""
-    edges = [0, *(np.flatnonzero(np.diff(mask)) + 1).tolist(), len(ids)]
     lines = []
-    for start, end in zip(edges, edges[1:], strict=False):
-        text = excerpt(tokenizer.decode(ids[start:end].tolist()), 160)
-        lines.append(f"  {'learned' if mask[start] else 'shown'.ljust(7)} {text}")
-    return lines[:8] + ([f"  ... {len(lines) - 8} more parts"] if len(lines) > 8 else [])
+    for number, sequence in enumerate(item):
+        ids, mask = (sequence[name].numpy() for name in ("input_ids", "loss_mask"))
+        edges = [0, *(np.flatnonzero(np.diff(mask)) + 1).tolist(), len(ids)]
+        parts = []
+        for start, end in zip(edges, edges[1:], strict=False):
+            text = excerpt(tokenizer.decode(ids[start:end].tolist()), 160)
+            what = ("scored" if scores else "learned") if mask[start] else "shown"
+            parts.append(f"  {what.ljust(7)} {text}")
+        lines += [f"  {('chosen', 'rejected')[number]}"] if len(item) > 1 else []
+        lines += parts[:8] + ([f"  ... {len(parts) - 8} more parts"] if len(parts) > 8 else [])
+    return lines
 
 
-def _histogram(lengths: np.ndarray, limit: int) -> list[str]:
+def _histogram(lengths: np.ndarray, data: ExamplesConfig) -> list[str]:
     found = Lengths.of("tokens", lengths, int(lengths.max()))
     tallest = max(count for *_, count in found.histogram)
-    lines = [f"  tokens of {found.counted} examples (data.max_length={limit})"]
+    of = data.noun if data.sequences == 1 else "sequences"
+    lines = [f"  tokens of {found.counted} {of} (data.max_length={data.max_length})"]
     for start, end, count in found.histogram:
         if count:
             lines.append(f"  {start:>6} to {end - 1:<6} {'#' * max(1, 40 * count // tallest)} {count}")
@@ -206,10 +261,10 @@ def _histogram(lengths: np.ndarray, limit: int) -> list[str]:
 def _derivation(config: SFTConfig, train: Sample | None, report: Report) -> Iterator[Number]:
     """Yield the numbers of a step and of the run, each with the options that it depends on."""
     data, trainer = config.data, config.trainer
-    size, world = data.train_batch_size, trainer.world_size
+    size, world, noun = data.train_batch_size, trainer.world_size, data.noun.removesuffix("s")
     sp = config.engine.ulysses_sequence_parallel_size
     workers = ("trainer.nnodes", "trainer.n_gpus_per_node")
-    yield Number("examples", size, f"{counted(size, 'example')} a step", ("data.train_batch_size",))
+    yield Number(data.noun, size, f"{counted(size, noun)} a step", ("data.train_batch_size",))
     ranks = world // sp
     text = f"{counted(world, 'rank')} / {sp} to a sequence = {counted(ranks, 'data-parallel rank')}"
     text += f" on {trainer.device}; {config.engine.strategy}"
@@ -217,26 +272,28 @@ def _derivation(config: SFTConfig, train: Sample | None, report: Report) -> Iter
     rows = -(-size // ranks)
     if data.use_dynamic_bsz:
         key, budget = "data.max_token_len_per_gpu", data.token_budget * sp
-        text = f"{counted(rows, 'example')} a rank, in micro-batches of up to {budget:,} tokens"
+        text = f"{counted(rows, noun)} a rank, in micro-batches of up to {budget:,} tokens"
         if train is not None and len(train.lengths):
-            mean = float(np.minimum(train.lengths, data.max_length).mean())
+            mean = float(train.lengths.sum(1).mean())
             count = max(1, round(rows * mean / budget + 0.49))
-            text += f": about {count:,} of them, at {mean:.0f} tokens an example"
+            article = "an" if noun == "example" else "a"
+            text += f": about {count:,} of them, at {mean:.0f} tokens {article} {noun}"
     else:
         key, each = "data.micro_batch_size_per_gpu", data.micro_batch_size_per_gpu
-        text = f"{counted(rows, 'example')} a rank / {each} = {-(-rows // each):,} micro-batches"
+        text = f"{counted(rows, noun)} a rank / {each} = {-(-rows // each):,} micro-batches"
     yield Number("micro-batches", rows, text, (key, "data.train_batch_size"))
+    if isinstance(config, DPOConfig):
+        yield _reference(config, train)
     if train is None:
         return
     if len(train.lengths):
-        share = float(train.learned.sum()) / max(1, int(np.minimum(train.lengths, data.max_length).sum()))
-        text = f"{share:.0%} of the tokens are learned, {float(train.learned.mean()):.0f} of an example"
-        yield Number("learned", share, text, ("data.train_files",))
+        yield _learned(config, train)
     rows = train.rows if data.train_max_samples < 0 else min(train.rows, data.train_max_samples)
     steps = rows // size
     if not steps:
         text = f"data.train_batch_size={size} is larger than the {rows:,} rows of data.train_files: no batch could be "
-        report.findings.append(Finding("error", f"{text}filled. Lower it or add examples.", ("data.train_batch_size",)))
+        text += f"filled. Lower it or add {data.noun}."
+        report.findings.append(Finding("error", text, ("data.train_batch_size",)))
         return
     yield Number("epoch", steps, f"{rows:,} rows / {size} = {counted(steps, 'step')} an epoch", ("data.train_files",))
     total, key = trainer.total_training_steps, "trainer.total_training_steps"
@@ -246,6 +303,40 @@ def _derivation(config: SFTConfig, train: Sample | None, report: Report) -> Iter
         total, key = steps * trainer.total_epochs, "trainer.total_epochs"
         text = f"{steps:,} x {counted(trainer.total_epochs, 'epoch')} = {counted(total, 'step')}"
     yield Number("run", total, text, (key,))
+
+
+def _learned(config: SFTConfig, train: Sample) -> Number:
+    """The tokens that are learned; of a pair, those of its two sides, whose difference may be learned instead."""
+    key = ("data.train_files",)
+    if config.data.sequences == 1:
+        share = float(train.learned.sum()) / int(train.lengths.sum())
+        text = f"{share:.0%} of the tokens are learned, {float(train.learned.mean()):.0f} of an example"
+        return Number("learned", share, text, key)
+    counts = train.lengths if config.scores else train.learned
+    longer = float((counts[:, 0] > counts[:, 1]).mean())
+    chosen, rejected = counts.mean(0).tolist()
+    what = "texts" if config.scores else "responses"
+    text = f"chosen {what} have {chosen:.0f} tokens on average and rejected ones {rejected:.0f}; the chosen one is the "
+    return Number("lengths", longer, f"{text}longer one in {longer:.0%} of pairs", key)
+
+
+def _reference(config: DPOConfig, train: Sample | None) -> Number:
+    """The model that log-ratios are taken to, and when it scores."""
+    loss = config.algorithm
+    if not loss.uses_reference:
+        key = "algorithm.reference_free" if loss.reference_free else "algorithm.loss_type"
+        return Number("reference", False, "none: the loss reads none", (key,))
+    below = "the model below the adapter" if config.model.lora_rank else "the model before its first step"
+    text, keys = config.ref.path or below, ("ref.path", "algorithm.precompute_ref")
+    if not loss.precompute_ref:
+        copied = "" if config.ref.path or config.model.lora_rank else ", a copy of it"
+        return Number("reference", True, f"{text}{copied}; scores the pairs of each step", keys)
+    text += "; scores all pairs once, before the first step"
+    if train is not None and len(train.lengths):
+        # fp32, from the first learned token to the last
+        size = format_bytes(4 * float(train.learned.sum(1).mean()) * train.rows)
+        text += f", and about {size} of log-probs are kept"
+    return Number("reference", True, text, keys)
 
 
 def _advice(config: SFTConfig, train: Sample | None) -> Iterator[Problem]:

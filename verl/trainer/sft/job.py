@@ -196,8 +196,8 @@ def _examine(loaded: LoadedConfig, flags: dict[str, Any]) -> bool:
         say_early(f"note: {message}")
     if flags.get("check"):
         print(plan(loaded.config))
-        if type(loaded.config) is SFTConfig:
-            print("`verl doctor sft` before the same words looks at the examples, the memory and the machine, too.")
+        program, noun = loaded.config._schema, loaded.config.data.noun
+        print(f"`verl doctor {program}` before the same words looks at the {noun}, the memory and the machine, too.")
     return not flags.get("check")
 
 
