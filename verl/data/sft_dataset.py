@@ -32,8 +32,6 @@ from verl.data.turns import MaskRefusal, TurnTokens
 from verl.protocol import DataProto
 
 if TYPE_CHECKING:
-    from typing import Self
-
     from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
 __all__ = ["MultiTurnSFTDataset", "SFTDataset", "build_examples", "examples_to_batch"]
@@ -266,7 +264,7 @@ class SFTDataset(Dataset):
         flat = np.fromiter(chain.from_iterable(ids), np.int32, total)
         return _Examples(flat, np.fromiter(chain.from_iterable(learned), bool, total), np.array(lengths), bad)
 
-    def truncated(self, max_length: int, truncation: str) -> Self:
+    def truncated(self, max_length: int, truncation: str) -> SFTDataset:
         """Return a copy whose sequences are truncated further, without examples that are then of no use.
 
         Raises:
