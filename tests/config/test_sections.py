@@ -10,6 +10,7 @@ from dataclasses import FrozenInstanceError, dataclass
 
 import pytest
 
+from verl.batch import MicroBatching
 from verl.config import BaseConfig
 from verl.config.base import Config, FreeDict, leaves
 from verl.config.command_line import all_keys
@@ -138,8 +139,8 @@ def test_the_description_holds_every_option():
 
 def test_micro_batching_follows_the_switch():
     actor = typed("actor_rollout_ref.actor.use_dynamic_bsz=true").actor_rollout_ref.actor
-    assert actor.update_split == (None, 16384)
-    assert typed().critic.forward_split == (2, None)
+    assert actor.update_split == MicroBatching(None, 16384)
+    assert typed().critic.forward_split == MicroBatching(2, None)
 
 
 def test_sections_import_neither_torch_nor_hydra():
