@@ -8,6 +8,8 @@
     lora_adapter/                            of a LoRA run: what is trained, in peft's format
     manifest.json                            size and checksum of all of these; compared when they are read
 
+An engine with a format of its own, as strategy=megatron, writes ``dist_ckpt/`` in place of the first two.
+
 A LoRA run's model file holds what is trained on top of ``model.path``; the weights of ``huggingface/`` are merged.
 
 A folder appears under its name only when all ranks have written all of it. It is read by any number of ranks, however
@@ -296,8 +298,12 @@ class CheckpointManager:
             for content, path in later:
                 write(content, path)
 
+        if own := self._own_parts(self.save_contents):
+            if "model" in own:
+                self._together(partial(check_finite, self.engine.model_state(), buffers))
+            self._together(partial(self.engine.write_own_format, staged / self.engine.own_format, own))
         # part by part: the whole state of a large model would not fit twice
-        for part in (part for part in self.save_contents if part in rank_files.PARTS):
+        for part in (part for part in self.save_contents if part in rank_files.PARTS and part not in own):
             for name, content in self.engine.state([part]).items():
                 path = staged / rank_files.file_name(name, place.world_size, place.rank)
                 if name == "model":
@@ -307,6 +313,13 @@ class CheckpointManager:
                 else:
                     self._together(partial(write, content, path))
         return digests, write_later
+
+    def _own_parts(self, contents: Sequence[str]) -> list[str]:
+        """The parts of ``contents`` that the engine writes and reads in a format of its own."""
+        if getattr(self.engine, "own_format", None) is None:
+            return []
+        is_trained = self.engine.optimizer is not None
+        return [part for part in contents if part == "model" or (part == "optimizer" and is_trained)]
 
     def _write_exports(self, staged: Path) -> None:
         """Write what other programs read: the Hugging Face folder, the adapter."""
@@ -394,8 +407,12 @@ class CheckpointManager:
         damage = {} if self._verified == folder else self._compare(folder)[0]
         self._verified = None
         self._together(partial(_raise_damage, folder, damage) if damage else None, "verify")
+        own = self._own_parts(self.load_contents)
         parts = [part for part in self.load_contents if part in rank_files.PARTS]
-        state = {part: self._read(folder, part) for part in parts}
+        if own:
+            self._check_own_format(folder, own)
+            self.engine.read_own_format(folder / self.engine.own_format, own)
+        state = {part: self._read(folder, part) for part in parts if part not in own}
         if "model" in state and not (folder / MANIFEST).exists():  # of another program, which may not have looked
             buffers = {name for name, _ in self.engine.module.named_buffers()}
             self._together(partial(check_finite, state["model"], buffers, folder), "load")
@@ -477,10 +494,21 @@ class CheckpointManager:
         ranks = [rank_files.open_file(path, mmap=True) for path in rank_files.files_of_all_ranks(folder, part)]
         return Joined(ranks) if part == "model" else join_optimizer(ranks)
 
+    def _check_own_format(self, folder: Path, parts: Sequence[str]) -> None:
+        if not (folder / self.engine.own_format).is_dir():
+            there = ", ".join(sorted(path.name for path in folder.iterdir())[:8]) if folder.is_dir() else ""
+            raise FileNotFoundError(
+                f"checkpoint folder {folder} has no {self.engine.own_format}/ with {' and '.join(parts)}, but "
+                f"{there or 'nothing'}. Resume with the strategy that saved it, or, if it was saved with hf_model, set "
+                f"checkpoint.load_contents=[hf_model]. {way_back(folder)}"
+            )
+
     def _how_it_was_read(self, folder: Path, parts: Sequence[str]) -> str:
-        if not parts:
+        # in a format of its own the engine leaves no files that tell the number of ranks
+        counted = [part for part in parts if part not in self._own_parts(parts)]
+        if not counted:
             return ""
-        size, here = rank_files.saved_world_size(folder, parts[0]), self.engine.topology.world_size
+        size, here = rank_files.saved_world_size(folder, counted[0]), self.engine.topology.world_size
         layout = rank_files.saved_layout(folder)
         if size != here:
             new = f", of which those after the first {size} begin new random numbers" if here > size else ""

@@ -28,7 +28,7 @@ def write_config(module: Any, folder: Path, dtype: torch.dtype, tokenizer: Any =
     folder.mkdir(parents=True, exist_ok=True)
     config = copy.deepcopy(module.config)  # the running model's stays as it is
     # fully_shard makes the class FSDP<name>; transformers looks it up under its plain one
-    config.architectures = [type(module).__name__.removeprefix("FSDP")]
+    config.architectures = [getattr(module, "architecture", type(module).__name__.removeprefix("FSDP"))]
     config.dtype = dtype
     config.save_pretrained(folder)
     if generates and getattr(module, "generation_config", None) is not None:

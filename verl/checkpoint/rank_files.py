@@ -79,6 +79,8 @@ def saved_world_size(folder: Path, part: str) -> int:
     if not sizes:
         # without its weights a run cannot go on: leaving them out of load_contents would be refused
         way_out = f"Leave {part} out of checkpoint.load_contents, or give" if part != "model" else "Give"
+        if (folder / "dist_ckpt").is_dir():
+            way_out = f"dist_ckpt/ is of strategy=megatron: resume with that. {way_out}"
         raise FileNotFoundError(
             f"checkpoint folder {folder} was saved without {part!r}, or its files were deleted: it has "
             f"{_shown(folder)}. {way_out} a checkpoint whose save_contents had it. {way_back(folder)}"

@@ -1,6 +1,6 @@
 """Write a tiny model and the rows of the guessing game: each says which number its user thinks of.
 
-    python examples/agentic/higher_lower/prepare.py ~/higher_lower
+python examples/agentic/higher_lower/prepare.py ~/higher_lower
 """
 
 import argparse

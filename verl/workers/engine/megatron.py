@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from verl.batch import MicroBatching
+from verl.checkpoint.shards import check_names, fill
 from verl.config.engine import FSDPConfig
 from verl.config.megatron import MegatronConfig
 from verl.models.heads import OutputHead, stored_shapes
@@ -42,7 +43,7 @@ state = import_megatron()
 from megatron.core.pipeline_parallel import get_forward_backward_func  # noqa: E402
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed  # noqa: E402
 
-from verl.models.megatron import bridge, training  # noqa: E402
+from verl.models.megatron import bridge, checkpoint, training  # noqa: E402
 from verl.models.megatron.layers import PackedRows, context_positions  # noqa: E402
 from verl.models.megatron.scores import SumOverRanks, split_log_probs  # noqa: E402
 
@@ -111,7 +112,10 @@ class MegatronEngine(Engine):
             section.override_mcore_model_config,
             head_bias=_has_bias(spec),
         )
-        if spec.load:
+        if section.use_dist_checkpointing:
+            folder, prefix = Path(section.dist_checkpointing_path or "").expanduser(), section.dist_checkpointing_prefix
+            checkpoint.load(folder, self.model, prefix=prefix)
+        elif spec.load:
             bridge.load_hf(self.model, spec.folder)
         if self.is_trained:
             self._wrap(section)
@@ -310,19 +314,36 @@ class MegatronEngine(Engine):
     def weights(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
         return self.full_tensors(dtype, ())
 
-    def tensor_names(self) -> list[str]:
-        return [name for name, _ in self.module.named_parameters()]
-
     def model_state(self) -> dict[str, Any]:
-        """This rank's parameters by the name of their piece."""
-        return {name: parameter.detach() for name, parameter in self.module.named_parameters()}
+        """This rank's parameters by the number of their piece and their name in it."""
+        pieces = enumerate(self.model.plain_pieces)
+        return {f"{piece}.{name}": one.detach() for piece, part in pieces for name, one in part.named_parameters()}
 
     @torch.no_grad()
     def load_model_state(self, state: Mapping[str, Any]) -> None:
-        for name, parameter in self.module.named_parameters():
-            parameter.copy_(state[name])
+        own = self.model_state()
+        check_names(own, state)
+        for name, tensor in own.items():
+            fill(tensor, state[name], name)
         if self.optimizer is not None:
             self.optimizer.reload_model_params()
+
+    # -- checkpoints --------------------------------------------------------------------------------------------------
+
+    @property
+    def own_format(self) -> str:
+        return "dist_ckpt"
+
+    def write_own_format(self, folder: Path, parts: Collection[str]) -> None:
+        with self.on_device(optimizer=True):
+            checkpoint.save(folder, self.model, self.optimizer, parts)
+
+    def read_own_format(self, folder: Path, parts: Collection[str]) -> None:
+        with self.on_device(optimizer=True):
+            checkpoint.load(folder, self.model, self.optimizer, parts)
+
+    def pretrained_state(self, folder: Path) -> Mapping[str, Tensor]:
+        return {f"{piece}.{name}": part for piece, name, part in bridge.local_weights(self.model, folder)}
 
     @property
     def layout(self) -> str:

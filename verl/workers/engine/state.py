@@ -195,6 +195,20 @@ class EngineState(ABC):
         """
         return None
 
+    @property
+    def own_format(self) -> str | None:
+        """Name of the folder of a checkpoint to which all ranks write model and optimizer together, in a format of the
+        backend's; None: each writes its ``state`` to files of its own."""
+        return None
+
+    def write_own_format(self, folder: Path, parts: Collection[str]) -> None:
+        """Write ``parts`` of ``model`` and ``optimizer`` in the backend's format; all ranks call it together."""
+        raise NotImplementedError
+
+    def read_own_format(self, folder: Path, parts: Collection[str]) -> None:
+        """Read what ``write_own_format`` wrote, by any number of ranks; all ranks call it together."""
+        raise NotImplementedError
+
     def load_state(self, state: dict[str, Any]) -> None:
         """Restore ``state``; parts that are not in it stay as they are.
 

@@ -1,0 +1,110 @@
+"""Checkpoints of the Megatron engine: the step after a resume, on the same mesh and on others, is that of the run that
+was not stopped."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.support import cuda_shim
+from tests.support.losses import optim_section, ppo_loss
+from tests.support.ranks import run_ranks
+from tests.support.tiny_models import make_batch
+from tests.workers.engine.test_megatron import OPTIM, PP, TP, make_folder
+from verl.checkpoint.checkpoint_manager import CheckpointManager
+from verl.models.loader import ModelSpec
+from verl.workers.engine import build_engine
+
+pytest.importorskip("megatron.core")
+pytest.importorskip("mbridge")
+
+EP = {"expert_model_parallel_size": 2, "expert_tensor_parallel_size": 1}
+VPP = {**PP, "virtual_pipeline_model_parallel_size": 2}
+WHOLE = {"use_distributed_optimizer": False}
+RESUMED = {
+    "tp2 as tp2": ("qwen2-tied", TP, TP),
+    "tp2 as pp2, two pieces a stage": ("qwen2-tied", TP, VPP),
+    "tp2 as dp2": ("qwen2-tied", TP, {}),
+    "pp2 as tp2": ("qwen2-tied", PP, TP),
+    "experts on both, as split": ("qwen3_moe", EP, TP),
+    "experts split, as on both": ("qwen3_moe", TP, EP),
+    "whole optimizer, tp2 as pp2": ("qwen2-tied", {**TP, **WHOLE}, {**PP, **WHOLE}),
+}
+"""Model, mesh that saves, mesh that resumes."""
+
+
+def step_and_weights(engine, seed) -> tuple[dict, dict]:
+    data = make_batch(4, seed=seed)
+    size, rank = engine.topology.dp_size, engine.topology.dp_rank
+    metrics = engine.train_step(data[slice(rank * 4 // size, (rank + 1) * 4 // size)], ppo_loss())
+    engine.step_schedule()
+    return metrics, {name: tensor.clone() for name, tensor in engine.weights()}
+
+
+def save_and_resume(folders, root) -> dict[str, Any]:
+    cuda_shim.install()
+    from verl.models.megatron.parallel import end_groups
+    from verl.workers.engine.megatron import MegatronEngine
+    from verl.workers.engine.registry import register_engine
+
+    register_engine("megatron")(MegatronEngine)
+
+    def build(model, section, seed=0):
+        end_groups()
+        options = optim_section(**OPTIM, warmup_style="linear")
+        return build_engine(
+            "megatron", ModelSpec(folders[model], compute_dtype="fp32"), None, options, total_steps=10, grad_clip=1.0,
+            backend_config={"dtype": "float32", **section},
+        )  # fmt: skip
+
+    results: dict[str, Any] = {}
+    saved: dict[str, Any] = {}
+    for name, (model, mesh, other) in RESUMED.items():
+        key = f"{model} {sorted(mesh.items())}"
+        if key not in saved:
+            engine, folder = build(model, mesh), Path(root) / str(len(saved))
+            for seed in (1, 2):
+                step_and_weights(engine, seed)
+            CheckpointManager(engine, save_contents=["model", "optimizer", "extra", "hf_model"]).save(folder, 2)
+            saved[key] = folder, {n: t.clone() for n, t in engine.weights()}, step_and_weights(engine, 3)
+        folder, weights, following = saved[key]
+        engine = build(model, other)
+        remark = CheckpointManager(engine).load(folder)
+        back = {n: t.clone() for n, t in engine.weights()}
+        results[name] = folder, remark, weights, back, following, step_and_weights(engine, 3), engine.version
+    engine = build("qwen2-tied", TP)
+    folder, weights, *_ = results["tp2 as tp2"]
+    CheckpointManager(engine, load_contents=["hf_model"]).load(folder)
+    results["exported"] = weights, {n: t.clone() for n, t in engine.weights()}
+    section = {**PP, "use_dist_checkpointing": True, "dist_checkpointing_path": str(folder / "dist_ckpt")}
+    results["first weights"] = weights, {n: t.clone() for n, t in build("qwen2-tied", section).weights()}
+    return results
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory):
+    folders = {name: make_folder(name, tmp_path_factory.mktemp(name)) for name in ("qwen2-tied", "qwen3_moe")}
+    return run_ranks(2, save_and_resume, folders, str(tmp_path_factory.mktemp("saved")), timeout_s=180)
+
+
+@pytest.mark.parametrize("name", RESUMED)
+def test_the_step_after_a_resume_is_that_of_the_run_that_went_on(name, results):
+    for found in results:
+        folder, remark, weights, back, (metrics, following), (own_metrics, own), version = found[name]
+        assert not [key for key in weights if not torch.equal(back[key], weights[key])]
+        # Adam's step counts in it, which weights alone do not tell
+        assert own_metrics == pytest.approx(metrics, rel=1e-5, abs=1e-5)
+        assert max((own[key] - following[key]).abs().max() for key in own) < 1e-6
+        assert version == 3
+        assert bool(remark) == (RESUMED[name][1] != RESUMED[name][2])
+    files = json.loads((folder / "manifest.json").read_text())["files"]
+    assert {"dist_ckpt/metadata.json", "dist_ckpt/common.pt", "huggingface/model.safetensors"} <= files.keys()
+    assert json.loads((folder / "huggingface/config.json").read_text())["architectures"][0].endswith("ForCausalLM")
+
+
+@pytest.mark.parametrize("source", ["exported", "first weights"])
+def test_weights_come_from_an_exported_folder_or_a_distributed_checkpoint(source, results):
+    for weights, back in (found[source] for found in results):
+        assert all(torch.equal(back[key], weights[key]) for key in weights)
