@@ -179,7 +179,7 @@ def test_what_cannot_be_merged_is_said(runs, tmp_path):
             main(["merge", "--local_dir", str(local_dir), "--target_dir", str(tmp_path / "merged"), *more])
         assert not (tmp_path / "merged").exists()
 
-    refused("--backend=megatron is not read here: use one of fsdp", path, "--backend", "megatron")
+    refused("--backend=veomni is not read here: use one of fsdp", path, "--backend", "veomni")
     refused("holds the checkpoints of actor.*give .*/actor", path.parent)
     refused("nowhere does not exist", tmp_path / "nowhere")
     other = make_tiny_model(tmp_path / "other", hidden_size=128)

@@ -58,7 +58,10 @@ def test_the_corpus_is_as_large_as_it_is_said_to_be():
 def published(tmp_path_factory):
     """A folder with a model, a judge and rows of ours, in place of those that would have to be downloaded or made."""
     folder = tmp_path_factory.mktemp("published")
-    make_model(folder / "policy", tokens=260, num_attention_heads=8, max_position_embeddings=32768)
+    sizes = {"num_attention_heads": 8, "num_key_value_heads": 8, "max_position_embeddings": 32768}
+    make_model(folder / "policy", tokens=260, **sizes)
+    experts = {"model_type": "qwen3_moe", "num_experts": 128, "moe_intermediate_size": 32}
+    make_model(folder / "experts", tokens=260, architecture="Qwen3MoeForCausalLM", **sizes, **experts)
     make_model(folder / "judge", architecture="Qwen2ForSequenceClassification", tokens=260)
     write_rows(folder, make_rows)
     return folder
@@ -73,7 +76,8 @@ def write_rows(folder, rows):
 def test_nothing_is_said_about_a_shell_recipe(recipe, there, published, tmp_path, monkeypatch):
     """Its options compose and pass every check, and it hands its own arguments on, last."""
     monkeypatch.chdir(ROOT)
-    places = {"MODEL": published / "policy", "JUDGE": published / "judge", "RUN": tmp_path / "run"}
+    model = "experts" if "_a3b" in recipe.stem else "policy"
+    places = {"MODEL": published / model, "JUDGE": published / "judge", "RUN": tmp_path / "run"}
     places |= {"DATA": published, "TEST": published, "TEACHER": published / "policy"}
     if (recipe.parent / "prepare.py").exists():
         write_rows(tmp_path, load_extern_type(str(recipe.parent / "prepare.py"), "rows"))

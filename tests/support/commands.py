@@ -49,6 +49,9 @@ def training_call(calls: list[list[str]]) -> tuple[Start, list[str]]:
     assert len(found) == 1, calls
     module, *words = found[0]
     if module in JOBS:
-        return Start(config_name="agentic_trainer" if module.endswith("main_agentic") else "ppo_trainer"), words
+        name = "agentic_trainer" if module.endswith("main_agentic") else "ppo_trainer"
+        named = [word for word in words if word.startswith("--config-name=")]
+        words = [word for word in words if word not in named]
+        return Start(config_name=named[-1].partition("=")[2] if named else name), words
     recipe = importlib.import_module(module).RECIPE
     return Start(recipe.config_path, recipe.config_name, recipe.root or PPOConfig), words

@@ -23,7 +23,7 @@ from verl.utils.process import plain_ending
 if TYPE_CHECKING:
     from verl.model_merger.merge import Source
 
-BACKENDS = ("fsdp", "deepspeed", "local")
+BACKENDS = ("fsdp", "deepspeed", "local", "megatron")
 ROLES = ("actor", "critic")
 _DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 # options of other releases: accepted without effect, so that their command lines go on
@@ -41,8 +41,7 @@ def main(arguments: Sequence[str] | None = None, operation: str | None = None) -
     options.operation = operation or options.operation
     if options.backend not in BACKENDS:
         raise ValueError(
-            f"--backend={options.backend} is not read here: use one of {', '.join(BACKENDS)}. Checkpoints of Megatron "
-            f"are merged by the program that wrote them"
+            f"--backend={options.backend} is not read here: use one of {', '.join(BACKENDS)}"
         )
     for name in _ELSEWHERE:
         if getattr(options, name):
@@ -166,7 +165,7 @@ def _add_options(one: argparse.ArgumentParser, operation: str) -> None:
     place.add_argument("--local_dir", help="folder of a role's checkpoint, .../global_step_N/actor")
     one.add_argument("--role", choices=ROLES, default="actor", help="with RUN: the policy, or the value model")
     one.add_argument("--step", type=int, help="with RUN: this step instead of the newest")
-    one.add_argument("--backend", default="fsdp", help=f"{', '.join(BACKENDS)}: their files are read alike")
+    one.add_argument("--backend", default="fsdp", help=f"{', '.join(BACKENDS)}: the files themselves say it")
     one.add_argument("--hf_model_path", help="config and tokenizer, if the checkpoint has no huggingface/")
     one.add_argument("--trust-remote-code", action="store_true", help="run the model's own code")
     one.add_argument("--is-value-model", action="store_true", help="a critic whose config does not say so")

@@ -56,11 +56,6 @@ class Source:
                 f"--local_dir={local_dir} holds the checkpoints of {' and '.join(inner)}, and one model is merged at a "
                 f"time: give {folder / inner[0]}"
             )
-        if (folder / "dist_ckpt").is_dir():
-            raise ValueError(
-                f"--local_dir={local_dir} is a checkpoint of Megatron (dist_ckpt/), which is not read here: merge it "
-                f"with the program that wrote it"
-            )
         model_dir = os.path.expanduser(hf_model_path or folder / "huggingface")
         if not hf_model_path and not (folder / "huggingface" / "config.json").exists():
             raise ValueError(
@@ -96,6 +91,9 @@ def merged_weights(source: Source, dtype: torch.dtype) -> Iterator[tuple[str, Te
     Raises:
         FileNotFoundError, ValueError: if the files are not those of all ranks of one save, or of another model.
     """
+    if (source.local_dir / "dist_ckpt").is_dir():
+        yield from _of_megatron(source, dtype)
+        return
     ranks = [open_file(path, mmap=True) for path in files_of_all_ranks(source.local_dir, "model")]
     saved = Joined([{plain_name(name): piece for name, piece in rank.items()} for rank in ranks])
     # by name alone: looking at a tensor would join it
@@ -118,14 +116,35 @@ def _without_adapter(source: Source, saved: Mapping[str, Tensor]) -> tuple[nn.Mo
     def joined() -> Iterator[tuple[str, Tensor]]:
         for name, meta in own.items():
             tensor = saved[name]
-            if tensor.shape != meta.shape:
-                raise ValueError(
-                    f"{name} has shape {tuple(tensor.shape)} in {source.local_dir} and {tuple(meta.shape)} by the "
-                    f"config in {source.model_dir}: they are different models. Pass --hf_model_path of the right one"
-                )
+            _check_shape(source, name, tensor, meta.shape)
             yield name, tensor
 
     return model, joined()
+
+
+def _of_megatron(source: Source, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+    """Read a distributed checkpoint of megatron-core, whose tensors are whole whatever ranks wrote them."""
+    from verl.models.megatron.stored import StoredWeights
+
+    spec, folder = source.spec(), source.local_dir / "dist_ckpt"
+    saved = StoredWeights(folder, source.config(), "value" if spec.head == "value" else "lm")
+    model = empty_model(spec)
+    duplicates = tied_duplicates(model)
+    own = ((name, tensor) for name, tensor in model.state_dict().items() if plain_name(name) not in duplicates)
+    shapes = {name: tensor.shape for name, tensor in checkpoint_tensors(model, own)}
+    check_names(shapes, saved)
+    for name in saved:  # in the order of the layers, so that what is stored as one is read once
+        tensor = saved[name]
+        _check_shape(source, name, tensor, shapes[name])
+        yield name, tensor.to(dtype)
+
+
+def _check_shape(source: Source, name: str, tensor: Tensor, shape: torch.Size) -> None:
+    if tensor.shape != shape:
+        raise ValueError(
+            f"{name} has shape {tuple(tensor.shape)} in {source.local_dir} and {tuple(shape)} by the config in "
+            f"{source.model_dir}: they are different models. Pass --hf_model_path of the right one"
+        )
 
 
 def _with_adapter(source: Source, saved: Mapping[str, Tensor]) -> tuple[nn.Module, Iterator[tuple[str, Tensor]]]:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from tests.support import cuda_shim
 from tests.support.losses import optim_section, ppo_loss
@@ -14,12 +15,16 @@ from tests.support.ranks import run_ranks
 from tests.support.tiny_models import make_batch
 from tests.workers.engine.test_megatron import OPTIM, PP, TP, make_folder
 from verl.checkpoint.checkpoint_manager import CheckpointManager
+from verl.model_merger.__main__ import main
 from verl.models.loader import ModelSpec
+from verl.utils.import_utils import load_extern_type
 from verl.workers.engine import build_engine
 
 pytest.importorskip("megatron.core")
 pytest.importorskip("mbridge")
 
+MODELS_HERE = ("qwen2-tied", "qwen3_moe", "qwen2-critic")
+CONVERTER = Path(__file__).parents[3] / "scripts" / "converter_hf_to_mcore.py"
 EP = {"expert_model_parallel_size": 2, "expert_tensor_parallel_size": 1}
 VPP = {**PP, "virtual_pipeline_model_parallel_size": 2}
 WHOLE = {"use_distributed_optimizer": False}
@@ -51,12 +56,12 @@ def save_and_resume(folders, root) -> dict[str, Any]:
 
     register_engine("megatron")(MegatronEngine)
 
-    def build(model, section, seed=0):
+    def build(model, section, head="lm"):
         end_groups()
         options = optim_section(**OPTIM, warmup_style="linear")
         return build_engine(
-            "megatron", ModelSpec(folders[model], compute_dtype="fp32"), None, options, total_steps=10, grad_clip=1.0,
-            backend_config={"dtype": "float32", **section},
+            "megatron", ModelSpec(folders[model], head, compute_dtype="fp32"), None, options, total_steps=10,
+            grad_clip=1.0, backend_config={"dtype": "float32", **section},
         )  # fmt: skip
 
     results: dict[str, Any] = {}
@@ -80,12 +85,24 @@ def save_and_resume(folders, root) -> dict[str, Any]:
     results["exported"] = weights, {n: t.clone() for n, t in engine.weights()}
     section = {**PP, "use_dist_checkpointing": True, "dist_checkpointing_path": str(folder / "dist_ckpt")}
     results["first weights"] = weights, {n: t.clone() for n, t in build("qwen2-tied", section).weights()}
+    end_groups()
+    folder, main = Path(root) / "converted", load_extern_type(str(CONVERTER), "main")
+    words = [f"--hf_model_path={folders['qwen3_moe']}", f"--output_path={folder}", "--ep_size=2", "--test"]
+    assert main(words) == 0
+    with pytest.raises(ValueError, match="holds files: name a folder that is empty"):
+        main(words)
+    section = {**TP, "use_dist_checkpointing": True, "dist_checkpointing_path": str(folder)}
+    stored = load_file(f"{folders['qwen3_moe']}/model.safetensors")
+    results["converted"] = stored, {n: t.clone() for n, t in build("qwen3_moe", section).weights()}
+    engine, folder = build("qwen2-critic", PP, head="value"), Path(root) / "critic"
+    CheckpointManager(engine, save_contents=["model"]).save(folder, 2)
+    results["saved"] = {f: w for f, w, *_ in saved.values()} | {folder: {n: t.clone() for n, t in engine.weights()}}
     return results
 
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
-    folders = {name: make_folder(name, tmp_path_factory.mktemp(name)) for name in ("qwen2-tied", "qwen3_moe")}
+    folders = {name: make_folder(name, tmp_path_factory.mktemp(name)) for name in MODELS_HERE}
     return run_ranks(2, save_and_resume, folders, str(tmp_path_factory.mktemp("saved")), timeout_s=180)
 
 
@@ -104,7 +121,29 @@ def test_the_step_after_a_resume_is_that_of_the_run_that_went_on(name, results):
     assert json.loads((folder / "huggingface/config.json").read_text())["architectures"][0].endswith("ForCausalLM")
 
 
-@pytest.mark.parametrize("source", ["exported", "first weights"])
+@pytest.mark.parametrize("source", ["exported", "first weights", "converted"])
 def test_weights_come_from_an_exported_folder_or_a_distributed_checkpoint(source, results):
     for weights, back in (found[source] for found in results):
         assert all(torch.equal(back[key], weights[key]) for key in weights)
+
+
+def merge_all(folders, root) -> list[dict[str, torch.Tensor]]:
+    """As the command does it: in one process, without CUDA or anything that answers in its place."""
+    merged = []
+    for number, folder in enumerate(folders):
+        target = f"{root}/{number}"
+        place = ["--backend=megatron", f"--local_dir={folder}"]
+        assert main(["merge", *place, f"--target_dir={target}"]) == 0
+        assert main(["test", *place, f"--test_hf_dir={target}"]) == 0
+        merged.append(load_file(f"{target}/model.safetensors"))
+    with pytest.raises(ValueError, match="is of another model|differ from this model"):
+        main(["merge", *place, f"--hf_model_path={folders[0]}/huggingface", f"--target_dir={root}/other"])
+    return merged
+
+
+def test_a_merged_folder_holds_the_weights_of_the_model_that_was_saved(results, tmp_path):
+    saved = results[0]["saved"]
+    (merged,) = run_ranks(1, merge_all, list(saved), str(tmp_path))
+    for weights, found in zip(saved.values(), merged, strict=True):
+        assert found.keys() == weights.keys()
+        assert all(torch.equal(found[name], weights[name]) for name in weights)
