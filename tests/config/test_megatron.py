@@ -1,6 +1,9 @@
 """Megatron's options: one tree, a mesh that fits or an error with its factors, and what cannot be combined."""
 
 import json
+import re
+from importlib.util import find_spec
+from pathlib import Path
 
 import pytest
 
@@ -97,8 +100,6 @@ REFUSED = {
 
 @pytest.mark.parametrize("sentence", REFUSED)
 def test_what_cannot_be_combined_is_refused_by_name(sentence):
-    import re
-
     assert re.search(sentence, problems(*ON, *REFUSED[sentence]))
 
 
@@ -153,8 +154,6 @@ UNFIT = {
 
 @pytest.mark.parametrize("sentence", UNFIT)
 def test_a_model_that_the_mesh_does_not_divide_is_refused_unopened(sentence, tmp_path):
-    import re
-
     tp, changes, options = UNFIT[sentence]
     (tmp_path / "config.json").write_text(json.dumps({**QWEN, **changes}))
     options = {"tensor_model_parallel_size": tp, **options}
@@ -178,7 +177,11 @@ def test_an_uneven_pipeline_may_be_said(tmp_path):
     assert not model_problems(config)
 
 
-def test_no_family_is_both_admitted_and_refused():
+def test_every_family_of_mbridge_is_admitted_or_refused_by_name():
+    pytest.importorskip("mbridge")
+    sources = Path(find_spec("mbridge").origin).parent.glob("models/**/*.py")
+    known = {name for source in sources for name in re.findall(r'@register_model\("(\w+)"\)', source.read_text())}
+    assert len(known) >= 14 and known == set(FAMILIES) | set(REFUSED_FAMILIES)
     assert not set(FAMILIES) & set(REFUSED_FAMILIES)
 
 

@@ -66,9 +66,12 @@ class MegatronMesh(NamedTuple):
 FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe", "qwen2_moe", "mixtral")
 """``model_type`` of the families that are admitted: logits as those of transformers, and weights that come back bit for
 bit through mbridge."""
+_SEES = "is in mbridge with what it sees images with, and models of text alone are mapped here"
 REFUSED_FAMILIES = {
     "deepseek_v3": "is in mbridge, but its latent attention needs Transformer Engine",
     "glm4_moe": "is in mbridge, but not with the configurations of this transformers",
+    "mimo": "is in mbridge, but with heads that predict several tokens, which are not trained",
+    **dict.fromkeys(("qwen2_5_vl", "gemma3", "glm4v", "glm4v_moe", "internvl_chat"), _SEES),
 }
 """``model_type`` -> why a family that mbridge knows is refused; fits behind "a model of type X"."""
 
