@@ -9,7 +9,7 @@ import pytest
 
 from tests.support.composing import load_over
 from verl.config.base import leaves
-from verl.config.checks.megatron import DECIDED
+from verl.config.checks.megatron import DECIDED, not_exercised
 from verl.config.legacy import release_keys
 from verl.config.load import load
 from verl.config.megatron import FAMILIES, REFUSED_FAMILIES, MegatronConfig
@@ -127,6 +127,31 @@ def test_other_roles_follow_the_actors_free_entries_where_they_have_none_of_thei
     )
     assert actor == ref == {"num_layers_in_first_pipeline_stage": 3, "recompute_granularity": "full"}
     assert critic == {**actor, "recompute_granularity": "selective", "recompute_modules": ["core_attn"]}
+
+
+BEYOND = {
+    "fp32 on two ranks of a CPU": ([f"{A}.megatron.tensor_model_parallel_size=2"], []),
+    "defaults on a GPU": (["trainer.device=cuda", "trainer.n_gpus_per_node=1", f"{A}.megatron.dtype=bf16"],
+                          ["CUDA devices", "bf16"]),
+    "three factors": (
+        ["trainer.n_gpus_per_node=8", f"{A}.megatron.tensor_model_parallel_size=2",
+         f"{A}.megatron.pipeline_model_parallel_size=2"],
+        ["more than two ranks", "tp, pp, dp together"],
+    ),
+    "recomputation": ([f"{A}.megatron.override_transformer_config.recompute_granularity=full"], []),
+    "an entry": ([f"+{A}.megatron.override_transformer_config.moe_router_dtype=fp32"],
+                 ["override_transformer_config.moe_router_dtype"]),
+    "offload": (["trainer.device=cuda", f"{A}.megatron.param_offload=true"], ["several CUDA devices", "param_offload"]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BEYOND)
+def test_what_no_test_of_ours_runs_is_named(name):
+    words, expected = BEYOND[name]
+    on_two = ["trainer.device=cpu", "trainer.n_gpus_per_node=2", f"{A}.megatron.dtype=float32"]
+    config = load_over(RUNNABLE, [*ON, *on_two, "critic.enable=false", *words]).config
+    assert [word for word in not_exercised(config) if word != "Transformer Engine"] == expected
+    assert not not_exercised(config.with_values({f"{role}.strategy": "fsdp2" for role in (A, C, R)}))
 
 
 # ------------------------------------------------------------------------------------------------- the model

@@ -272,3 +272,44 @@ def recomputation_is_megatrons(config: PPOConfig, is_given: IsGiven) -> Iterator
             key = f"{MODEL if role.key == ACTOR else 'critic.model'}.enable_gradient_checkpointing"
             why = f"{role.place}.override_transformer_config.recompute_granularity decides"
             yield from unused(config, [key], is_given, why)
+
+
+# -- What a run asks for that the tests of this repository do not run ------------------------------------------------
+
+_EXERCISED_MESHES: tuple[set[str], ...] = (
+    set(), {"tp"}, {"pp"}, {"pp", "vpp"}, {"cp"}, {"dp"}, {"dp", "ep"}, {"tp", "ep"},
+)  # fmt: skip
+"""Factors above 1 with which ``tests/workers/engine/test_megatron.py`` follows the local engine, on two ranks."""
+_EXERCISED_ENTRIES = {
+    "recompute_granularity", "recompute_method", "recompute_num_layers", "num_layers_in_first_pipeline_stage",
+    "num_layers_in_last_pipeline_stage", "overlap_grad_reduce",
+}  # fmt: skip
+"""Entries of the free-form options with which it does."""
+
+
+def not_exercised(config: PPOConfig) -> list[str]:
+    """Words for what a run on Megatron asks for and no test of ours runs; docs/megatron.md has the table."""
+    roles = megatron_roles(config)
+    if not roles:
+        return []
+    mesh, found = roles[0].section.megatron.mesh(config.trainer.world_size), []
+    if config.trainer.device != "cpu":
+        found.append("CUDA devices" if mesh.world == 1 else "several CUDA devices")
+    if find_spec("transformer_engine") is not None:
+        found.append("Transformer Engine")
+    if mesh.world > 2:
+        found.append("more than two ranks")
+    factors = {name for name in ("tp", "pp", "vpp", "cp", "ep", "dp") if getattr(mesh, name) > 1}
+    if factors not in _EXERCISED_MESHES:
+        found.append(f"{', '.join(name for name in ('tp', 'pp', 'vpp', 'cp', 'ep', 'dp') if name in factors)} together")
+    formats = {role.section.megatron.compute_dtype for role in roles} - {"fp32"}
+    found += sorted(formats)
+    for role in roles:
+        offloads = [name for name in ("param", "grad", "optimizer") if role.section.megatron[f"{name}_offload"]]
+        found += [f"{name}_offload" for name in offloads if config.trainer.device != "cpu"]
+        for key, entries in _free_forms(role):
+            used = [name for name, value in entries.items() if value not in (None, False)]
+            if entries.get("recompute_granularity") != "selective":
+                used = [name for name in used if name != "recompute_modules"]
+            found += [f"{key.rpartition('.')[2]}.{name}" for name in used if name not in _EXERCISED_ENTRIES]
+    return list(dict.fromkeys(found))

@@ -19,6 +19,7 @@ from verl.algorithms.advantages import get_adv_estimator_fn
 from verl.algorithms.losses import get_policy_loss_fn
 from verl.config.base import ConfigError
 from verl.config.checks.batch import counted, optimizer_steps
+from verl.config.checks.megatron import megatron_roles, not_exercised
 from verl.config.ppo import PPOConfig
 from verl.data.env_groups import EnvGroupDataset
 from verl.data.loader import FileOrderSampler
@@ -78,6 +79,9 @@ def _lines(trainer: RayPPOTrainer) -> Iterator[tuple[str, str]]:
     sp = shared.actor.ulysses_sequence_parallel_size
     ranks += f", {sp} to a sequence" if sp > 1 else ""
     yield "on", f"{keys.device}, {ranks}{apart}, {shared.actor.strategy}, controller {keys.controller}"
+    if roles := megatron_roles(config):
+        mesh, beyond = roles[0].section.megatron.mesh(keys.world_size), ", ".join(not_exercised(config))
+        yield "megatron", f"{mesh}; {f'not exercised by our tests: {beyond}' if beyond else 'as in our tests'}"
     yield "results", str(keys.default_local_dir)
 
 
