@@ -533,6 +533,21 @@ def test_the_batch_plan_shows_rows_that_do_not_divide_and_what_is_left_out():
     assert "old log-probs: those of the update's own forwards" in plan
 
 
+ONE_STEP = (f"{ACTOR}.ppo_mini_batch_size=8", "algorithm.adv_estimator=grpo", f"{ROLLOUT}.n=2")
+
+
+def test_old_log_probs_are_left_out_where_nothing_reads_them_before_the_update():
+    assert typed(*ONE_STEP).skips_old_log_probs and "of the update's own forwards" in batch_plan(typed(*ONE_STEP))
+    refused = [words for words, text in BAD.values() if any("skip_old_log_probs=true" in word for word in words)]
+    assert len(refused) >= 6
+    for words in refused:  # by itself it is never on where it would be refused
+        rest = [word for word in words if "skip_old_log_probs" not in word]
+        assert not typed(*rest).skips_old_log_probs, words
+    for reader in (f"{ACTOR}.ppo_epochs=2", "trainer.on_nonfinite=skip", f"{ACTOR}.skip_old_log_probs=false"):
+        assert not typed(*ONE_STEP, reader).skips_old_log_probs, reader
+    assert not typed(*TAUGHT, *ONE_STEP).skips_old_log_probs
+
+
 def test_the_batch_plan_knows_old_log_probs_that_are_the_samplers():
     plan = batch_plan(typed(KEPT, f"{CORRECTION}.bypass_mode=true"))
     assert "old log-probs: those the responses were sampled with" in plan

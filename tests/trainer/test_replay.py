@@ -28,6 +28,9 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
 """
 
 
+PASS = {"actor_rollout_ref__actor__skip_old_log_probs": False}
+
+
 def settings(**more):
     return {"trainer__total_training_steps": 2, "data__train_batch_size": 4, **more}
 
@@ -80,7 +83,7 @@ def spoiled(monkeypatch):
 def test_a_log_prob_that_is_not_finite_ends_the_run_and_leaves_the_step(tmp_path, spoiled, capsys):
     task = make_task(tmp_path / "task")
     with pytest.raises(NonFiniteError, match=r"Step 2: old_log_probs, .* in row 2 \(uid=step2-0, .* token \d+ of") as e:
-        run_job(overrides(task, **settings()))
+        run_job(overrides(task, **settings(**PASS)))
     assert exit_code(e.value) is ExitCode.UNHEALTHY
     folder = bundle_folder(task["trainer.default_local_dir"], 2)
     assert f"step 2 failed; its rows are written: verl replay {folder}" in capsys.readouterr().out
@@ -88,6 +91,21 @@ def test_a_log_prob_that_is_not_finite_ends_the_run_and_leaves_the_step(tmp_path
     said = capsys.readouterr().out
     assert "old_log_probs           differs in 1 of" in said and "first in row 2 (uid=step2-0" in said
     assert "the step had ended with NonFiniteError: Step 2" in said
+
+
+def test_a_log_prob_of_the_update_itself_ends_the_run_too(tmp_path, monkeypatch):
+    train, calls = LocalEngine.train_and_score, []
+
+    def spoiling(self, *words, **more):
+        metrics, scored = train(self, *words, **more)
+        calls.append(len(calls))
+        if len(calls) == 2:
+            scored.ragged("log_probs").values[-1] = float("nan")
+        return metrics, scored
+
+    monkeypatch.setattr(LocalEngine, "train_and_score", spoiling)
+    with pytest.raises(NonFiniteError, match=r"Step 2: old_log_probs, .* in row 15 \(uid=step2-3, .* token \d+ of"):
+        run_job(overrides(make_task(tmp_path / "task"), **settings()))
 
 
 def test_rows_that_are_not_finite_can_be_left_out(tmp_path, spoiled):

@@ -190,10 +190,11 @@ class ActorConfig(Config):
     """Choose the responses of each mini-batch at random from the whole batch, again each epoch; the choice depends on
     ``trainer.seed`` and the step, not on the number of ranks. False: mini-batches follow the order of the prompts."""
 
-    skip_old_log_probs: bool = False
+    skip_old_log_probs: bool | None = None
     """Leave out the pass that computes the log-probs of the policy that sampled, where they are those of the update:
-    with one optimizer step per batch its own forward pass gives them, and every ratio is exactly 1. Refused where
-    something needs them earlier."""
+    with one optimizer step per batch its own forward pass gives them, and every ratio is exactly 1. Null: leave it out
+    where nothing needs them earlier, except in trainers with stages of their own. True is refused where something
+    does."""
 
     checkpoint: CheckpointConfig = section(CheckpointConfig)
     """Contents of a checkpoint of the actor holds."""

@@ -242,6 +242,28 @@ class PPOConfig(Config):
         return self.data.train_batch_size if self.algorithm.filter_groups.enable else self.data.prompts_per_step
 
     @property
+    def skips_old_log_probs(self) -> bool:
+        """Whether the update's own forward pass gives the old log-probs: as set, else where nothing reads them before.
+
+        `tests/config/test_validators.py` holds this against the rules that refuse the option.
+        """
+        actor, algorithm = self.actor_rollout_ref.actor, self.algorithm
+        if actor.skip_old_log_probs is not None:
+            return actor.skip_old_log_probs
+        correction = algorithm.rollout_correction
+        is_one_step = self.prompts_per_update // actor.ppo_mini_batch_size * actor.ppo_epochs <= 1
+        read_before = (
+            algorithm.use_kl_in_reward,
+            algorithm.use_pf_ppo,
+            actor.calculate_sum_pi_squared,
+            correction.rollout_is or correction.rollout_rs or correction.rollout_token_veto_threshold,
+            correction.bypass_mode,
+            self.distillation.enabled,
+            self.trainer.on_nonfinite == "skip",  # such rows are found by the pass
+        )
+        return is_one_step and not any(read_before)
+
+    @property
     def has_validation(self) -> bool:
         """Are there prompts, or environment groups, to validate with?"""
         return bool(self.env.val_tags) if self.env.makes_rows else self.data.has_validation

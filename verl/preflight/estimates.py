@@ -160,7 +160,7 @@ def _micro(
 def _scoring(config: PPOConfig) -> Iterator[Number]:
     shared = config.actor_rollout_ref
     passes: list[tuple[str, str, MicroBatching, Any, str]] = []
-    if shared.actor.skip_old_log_probs:
+    if config.skips_old_log_probs:
         yield Number("old log-probs", 0, "those of the update's own forwards", (f"{ACTOR}.skip_old_log_probs",))
     elif config.algorithm.rollout_correction.bypass_mode:
         yield Number("old log-probs", 0, "those of the rollout engine", ("algorithm.rollout_correction.bypass_mode",))

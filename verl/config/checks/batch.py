@@ -324,7 +324,7 @@ def batch_plan(config: PPOConfig) -> str:
             f"{_of_sp(role)}, {_each(mini, ranks, split)}, {_forwards(-(-mini // ranks), split)}"
         )
     scored = []
-    if shared.actor.skip_old_log_probs:
+    if config.skips_old_log_probs:
         lines.append("old log-probs: those of the update's own forwards")
     elif config.algorithm.rollout_correction.bypass_mode:
         lines.append("old log-probs: those the responses were sampled with")

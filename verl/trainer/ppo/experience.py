@@ -177,15 +177,19 @@ def compute_advantage(
     return data
 
 
+def columns_read_early(adv_estimator: str) -> list[str]:
+    """The columns of the pass before the update that an estimator names as arguments."""
+    named = inspect.signature(get_adv_estimator_fn(adv_estimator)).parameters
+    return [name for name in ("old_log_probs", "entropys", "sum_pi_squared") if name in named]
+
+
 def check_estimator_waits(adv_estimator: str) -> None:
     """Refuse ``actor.skip_old_log_probs`` with an estimator that reads what it leaves out.
 
     Raises:
         ValueError: it names such a column.
     """
-    named = inspect.signature(get_adv_estimator_fn(adv_estimator)).parameters
-    early = [name for name in ("old_log_probs", "entropys", "sum_pi_squared") if name in named]
-    if early:
+    if early := columns_read_early(adv_estimator):
         raise ValueError(
             f"actor_rollout_ref.actor.skip_old_log_probs=true with algorithm.adv_estimator={adv_estimator}: the "
             f"estimator reads {', '.join(early)}, which are then known after the update only. Set "

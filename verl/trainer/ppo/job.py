@@ -32,6 +32,7 @@ from verl.single_controller import get_controller
 from verl.telemetry.progress import RunSummary, print_summary
 from verl.telemetry.run_record import COMMAND, LOG
 from verl.trainer.launch import check_device, running_workers
+from verl.trainer.ppo.experience import columns_read_early
 from verl.trainer.ppo.placement import GLOBAL_POOL, ResourcePoolManager, Role, default_pools, default_roles
 from verl.trainer.ppo.ray_trainer import OneStepOffTrainer, RayPPOTrainer
 from verl.trainer.restarts import is_attempt
@@ -233,6 +234,10 @@ class PPOJob:
         trainer_cls = self.trainer_cls
         if trainer_cls is RayPPOTrainer and config.actor_rollout_ref.rollout.async_ratio:
             trainer_cls = OneStepOffTrainer
+        if trainer_cls in (RayPPOTrainer, OneStepOffTrainer) and self.script_config is None:
+            early = columns_read_early(config.algorithm.adv_estimator)
+            skips = config.skips_old_log_probs and (config.actor_rollout_ref.actor.skip_old_log_probs or not early)
+            config = config.with_values({"actor_rollout_ref.actor.skip_old_log_probs": skips})
         return trainer_cls(
             config if self.script_config is None else self.script_config,
             tokenizer,

@@ -461,7 +461,8 @@ class RayPPOTrainer(RecipeNames):
                 updated = self.actor_wg.update_actor(batch)
                 self.record(updated)
             if self.skips_old_log_probs:
-                self.with_log_probs(batch, updated.pop(batch_keys=["old_log_probs", "entropys"]))
+                batch = self.with_log_probs(batch, updated.pop(batch_keys=["old_log_probs", "entropys"]))
+                self.check_finite(batch)  # its gradient was not finite either, so no weight has changed
 
     def resampled(self, batch: DataProto) -> DataProto:
         """Return as many rows, sampled with replacement by their scores as ``algorithm.pf_ppo`` says."""

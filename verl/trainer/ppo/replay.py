@@ -167,9 +167,12 @@ def replay(folder: Path) -> tuple[list[Comparison], bool]:
             if not any(name in made for name in STAGES[stage]):
                 print(f"{stage}: the recorded step did not come so far")
             batch = run(batch)
-            found += [_compare(stage, name, recorded, batch) for name in STAGES[stage] if name in made]
+            names = [name for name in STAGES[stage] if name in made and name in batch.keys()]
+            found += [_compare(stage, name, recorded, batch) for name in names]
         trainer.metrics = {}
         trainer.improve(batch)
+        if trainer.skips_old_log_probs and "old_log_probs" in made:  # the update's own
+            found.append(_compare("update", "old_log_probs", recorded, batch))
         for name, value in trainer.metrics.items():
             if name.startswith(("actor/", "critic/")) and name in about["metrics"]:
                 found.append(_compare_numbers(name, about["metrics"][name], value))

@@ -101,7 +101,8 @@ def learning_rate_curve(config: OptimConfig, total_steps: int) -> Curve:
     warmup, style = warmup_steps(config, total_steps), config.warmup_style
     if style not in STYLES:
         raise ValueError(f"optim.warmup_style={style!r} is unknown: use {', '.join(STYLES)}")
-    first = config.lr_warmup_init / config.lr
+    peak = config.lr or 1.0  # 0: weights stay as they are, whatever the curve
+    first = config.lr_warmup_init / peak
     if style == "constant":
         return lambda step: first + (1 - first) * min(1.0, step / warmup) if warmup else 1.0
     if total_steps <= 0:
@@ -110,7 +111,7 @@ def learning_rate_curve(config: OptimConfig, total_steps: int) -> Curve:
             "give it: set optim.total_training_steps, or use warmup_style=constant"
         )
     first = first or config.min_lr_ratio or 0.0
-    low = max(config.min_lr_ratio or 0.0, config.min_lr / config.lr)
+    low = max(config.min_lr_ratio or 0.0, config.min_lr / peak)
     start, decay = warmup, DECAYS["linear"]
     if style == "cosine":
         decay = lambda x: (1 + math.cos(2 * math.pi * config.num_cycles * x)) / 2  # noqa: E731
