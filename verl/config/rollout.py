@@ -270,8 +270,8 @@ class RolloutConfig(Config):
     ignore_eos: bool = False
     """Sample to the full length, past end-of-sequence tokens."""
 
-    enforce_eager: bool = True
-    """Run without CUDA graphs. No effect with ``hf``."""
+    enforce_eager: bool = False
+    """Run without CUDA graphs: slower, and some memory less. No effect with ``hf`` and on CPU, which has none."""
 
     free_cache_engine: bool = True
     """Free the engine's weights and cache while the actor trains."""

@@ -15,6 +15,7 @@ options=(
     data.max_prompt_length=1024
     data.max_response_length=2048
     actor_rollout_ref.model.path="$MODEL"
+    actor_rollout_ref.model.use_remove_padding=true
     actor_rollout_ref.actor.strategy=fsdp2
     actor_rollout_ref.actor.ppo_mini_batch_size=32
     actor_rollout_ref.actor.use_dynamic_bsz=true
