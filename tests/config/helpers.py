@@ -1,7 +1,7 @@
 """A small configuration that can run, and loading with a few words changed."""
 
 import warnings
-from functools import lru_cache
+from functools import cache
 
 from tests.support.composing import load_over
 from verl.config.base import ConfigError, ConfigWarning
@@ -28,7 +28,7 @@ def typed(*words):
     return loaded.config
 
 
-@lru_cache
+@cache  # more cases than the default keeps
 def loaded_with(*words):
     """What ``RUNNABLE`` and ``words`` come to, problems included."""
     return load_over(RUNNABLE, words)

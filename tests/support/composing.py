@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import copy
+import pickle
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import OverrideParseException
@@ -45,7 +45,7 @@ def load_over(base: Sequence[str], words: Sequence[str], start: Start = Start())
         return load(whole, start.config_path, start.config_name, root=start.root)
     if later.problems or any(word.is_delete() or word.is_sweep_override() or word.package for word in parsed):
         return load(whole, start.config_path, start.config_name, root=start.root)
-    composed, given = copy.deepcopy(_composed(tuple(base), start)), start.checked(base).given | later.given
+    composed, given = pickle.loads(_composed(tuple(base), start)), start.checked(base).given | later.given
     for word in parsed:
         try:
             with open_dict(composed):
@@ -54,12 +54,13 @@ def load_over(base: Sequence[str], words: Sequence[str], start: Start = Start())
             return load(whole, start.config_path, start.config_name, root=start.root)
     tree = OmegaConf.to_container(composed, resolve=False)
     if start.config_name not in ("ppo_trainer", MEGATRON_NAME):
-        plain = OmegaConf.to_container(_composed((), Start(root=start.root)), resolve=False)
+        plain = OmegaConf.to_container(pickle.loads(_composed((), Start(root=start.root))), resolve=False)
         by_file = differing(tree, plain)
         given |= {key for key in by_file if not any(own.startswith(f"{key}.") for own in later.given)}
     return interpret(tree, given, start.root, composed=composed, stripped_prefix=later.stripped_prefix)
 
 
 @lru_cache
-def _composed(base: tuple[str, ...], start: Start) -> Any:
-    return compose(start.checked(base).overrides, start.folders(), start.config_name, start.root)[0]
+def _composed(base: tuple[str, ...], start: Start) -> bytes:
+    """The composed tree, pickled: a third of the time of ``deepcopy``."""
+    return pickle.dumps(compose(start.checked(base).overrides, start.folders(), start.config_name, start.root)[0])

@@ -89,12 +89,12 @@ def overrides(task: dict[str, str], **settings: Any) -> list[str]:
 
 def run_job(arguments: list[str]) -> Any:
     """Run the main job in this process, checked as the command is; returns the trainer, its loop complete."""
+    from tests.support.composing import load_over
     from verl.config.base import ConfigError
-    from verl.config.load import load
     from verl.config.unused_options import remember_given
     from verl.trainer.ppo.job import PPOJob
 
-    loaded = load(arguments)
+    loaded = load_over((), arguments)
     if loaded.problems:
         raise ConfigError([problem.text for problem in loaded.problems])
     return PPOJob(remember_given(loaded.config, loaded.tree, loaded.given, loaded.warnings)).run()

@@ -9,7 +9,7 @@ import sys
 import types
 import typing
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import Any, Literal, NamedTuple
 
 from verl.config.base import Config, ConfigError, Problem, did_you_mean
@@ -141,7 +141,7 @@ def unknown_key(root: type[Config], key: str, place: Place) -> str:
     return f"{key} is not an option{hint}"
 
 
-@lru_cache
+@cache
 def locate(root: type[Config], key: str) -> Place:
     """Follow a dotted key through the classes of the tree."""
     kind: Any = root

@@ -9,6 +9,7 @@ import math
 import types
 import typing
 from collections.abc import Callable, Iterator, Mapping
+from functools import cache
 from typing import Any, Literal, TypeVar, Union
 
 from verl.config.base import Config, Problem, did_you_mean, read_only
@@ -92,6 +93,7 @@ def show(value: Any) -> str:
     return repr(value) if value == "" or isinstance(value, list | dict) else str(value)
 
 
+@cache
 def types_of(cls: type) -> dict[str, Any]:
     """Option -> declared type of a section class."""
     declared = {item.name: item.type for item in dataclasses.fields(cls)}
