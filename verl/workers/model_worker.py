@@ -23,7 +23,7 @@ from verl.config.actor import ActorConfig, FrozenModelConfig
 from verl.config.base import READ, Config
 from verl.config.critic import CriticConfig, CriticModelConfig
 from verl.config.distillation import DistillationConfig
-from verl.config.engine import FSDPConfig
+from verl.config.engine import FSDPConfig, backend_of
 from verl.config.megatron import MegatronConfig
 from verl.config.ppo import ActorRolloutRefConfig, ModelConfig
 from verl.config.reward import RewardModelConfig, RewardModelModelConfig
@@ -37,7 +37,7 @@ from verl.telemetry.memory import Entry, MemoryLedger, bytes_by_place, optimizer
 from verl.telemetry.metric import FlopsCounter, get_device_flops
 from verl.utils.config import typed_section
 from verl.utils.device import get_device_name, use_deterministic_algorithms
-from verl.utils.distributed import all_gather_objects, ensure_process_group
+from verl.utils.distributed import all_gather_objects, ensure_process_group, get_world_size
 from verl.utils.import_utils import import_users_modules
 from verl.utils.tokenizer import hf_processor, hf_tokenizer
 from verl.utils.torch_functional import PrecisionType
@@ -181,7 +181,7 @@ class EngineWorker(TracedWorker):
         # without a positive number of its own the schedule is as long as the run
         steps = section.optim.total_training_steps if train else 0
         engine = build_engine(
-            section.strategy,
+            backend_of(section.strategy, self.device, get_world_size()),
             replace(spec, max_sequence_length=self.sequence_length),
             section.sharding,
             section.optim if train else None,

@@ -20,6 +20,7 @@ from verl.algorithms.losses import get_policy_loss_fn
 from verl.config.base import ConfigError
 from verl.config.checks.batch import counted, optimizer_steps
 from verl.config.checks.megatron import megatron_roles, not_exercised
+from verl.config.engine import backend_of
 from verl.config.ppo import PPOConfig
 from verl.data.env_groups import EnvGroupDataset
 from verl.data.loader import FileOrderSampler
@@ -79,7 +80,10 @@ def _lines(trainer: RayPPOTrainer) -> Iterator[tuple[str, str]]:
     apart = f" and {counted(config.rollout_beside, 'rank')} to sample" if config.rollout_beside else ""
     sp = shared.actor.ulysses_sequence_parallel_size
     ranks += f", {sp} to a sequence" if sp > 1 else ""
-    yield "on", f"{keys.device}, {ranks}{apart}, {shared.actor.strategy}, controller {keys.controller}"
+    strategy = shared.actor.strategy
+    if (backend := backend_of(strategy, keys.device, keys.world_size)) != strategy:
+        backend += f" ({strategy} has nothing to shard on one CPU process)"
+    yield "on", f"{keys.device}, {ranks}{apart}, {backend}, controller {keys.controller}"
     if roles := megatron_roles(config):
         mesh, beyond = roles[0].section.megatron.mesh(keys.world_size), ", ".join(not_exercised(config))
         yield "megatron", f"{mesh}; {f'not exercised by our tests: {beyond}' if beyond else 'as in our tests'}"
