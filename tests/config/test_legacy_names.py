@@ -2,6 +2,7 @@
 
 import pytest
 
+from tests.support.composing import load_over
 from verl.config.base import get_path
 from verl.config.command_line import locate
 from verl.config.load import load
@@ -31,7 +32,7 @@ A, R = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
     ],
 )
 def test_a_moved_key_sets_the_new_one(word, key, value):
-    loaded = load([*RUNNABLE, f"{R}.calculate_log_probs=true", word])
+    loaded = load_over(RUNNABLE, [f"{R}.calculate_log_probs=true", word])
     found = get_path(loaded.config, key)
     assert found == value
     alias = word.lstrip("+").startswith("trainer.")
@@ -53,7 +54,7 @@ def test_a_moved_key_sets_the_new_one(word, key, value):
     ],
 )
 def test_a_feature_that_is_not_built_and_off_is_left_out_with_a_word(word):
-    loaded = load([*RUNNABLE, word])
+    loaded = load_over(RUNNABLE, [word])
     assert not loaded.problems
     key = word.partition("=")[0]
     assert any("not built, and not asked for" in warning and key in warning for warning in loaded.warnings)

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from scripts.release_keys import KINDS, PAGE, another_value, filled, verdict
+from tests.support.composing import load_over
 from verl.config.base import ConfigError, get_path
 from verl.config.command_line import locate
 from verl.config.features import feature_of_config, feature_of_module, features
@@ -178,7 +179,7 @@ def test_harmless_values_belong_to_each_key():
     ],
 )  # fmt: skip
 def test_another_name_of_an_option_sets_it(word, key, value):
-    found = load([*RUNNABLE, f"++{word}"]).config
+    found = load_over(RUNNABLE, [f"++{word}"]).config
     for name in key.split("."):
         found = found[name]
     assert found == value

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.composing import load_over
 from verl.config.checks import find
 from verl.config.checks.support import LIMITS
 from verl.config.command_line import locate
@@ -86,7 +87,7 @@ def test_new_names_of_old_options_exist():
     ],
 )  # fmt: skip
 def test_an_old_name_sets_the_new_option_and_warns_once(word, key, value):
-    loaded = load([*RUNNABLE, word])
+    loaded = load_over(RUNNABLE, [word])
     assert not loaded.problems
     found = loaded.config
     for name in key.split("."):

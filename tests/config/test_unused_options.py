@@ -6,6 +6,7 @@ import pickle
 
 import pytest
 
+from tests.support.composing import load_over
 from verl.config.base import READ, ConfigError, leaves, watch
 from verl.config.checks.support import LIMITS
 from verl.config.legacy import REMOVED
@@ -30,7 +31,7 @@ def nothing_read_yet():
 
 def given(*words):
     """The configuration as the command keeps it."""
-    loaded = load([*RUNNABLE, *words])
+    loaded = load_over(RUNNABLE, words)
     assert not loaded.problems, loaded.problems
     return remember_given(loaded.config, loaded.tree, loaded.given, loaded.warnings)
 

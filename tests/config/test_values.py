@@ -72,7 +72,7 @@ LR, WORDS = "actor_rollout_ref.actor.optim.lr", "actor_rollout_ref.model.overrid
 )  # fmt: skip
 def test_a_word_of_the_command_line_gives_a_typed_value(word, key, value, monkeypatch):
     monkeypatch.setenv("VERL_TEST_NAME", "from env")
-    loaded = load([*RUNNABLE, word])
+    loaded = load_over(RUNNABLE, [word])
     assert not loaded.problems
     head, _, last = key.rpartition(".")
     holder = _at(loaded.config, head)

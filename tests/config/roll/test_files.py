@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from verl.config.load import load
+from tests.support.composing import load_over
 from verl.config.roll.command import command_line, main
 from verl.config.roll.translate import read_roll, translate
 
@@ -16,7 +16,7 @@ RLVR, AGENTIC = str(HERE / "rlvr.yaml"), str(HERE / "agentic.yaml")
 
 def config_of(translation, *words):
     """The typed tree of a translation; data files need not be there."""
-    loaded = load([*translation.words, *words])
+    loaded = load_over((), [*translation.words, *words])
     assert not loaded.problems, loaded.problems
     return loaded.config
 

@@ -4,6 +4,7 @@ import pytest
 import yaml
 
 from tests.config.roll.shapes import SHAPES, shape
+from tests.support.composing import load_over
 from verl.config.load import load
 from verl.config.roll import sections
 from verl.config.roll.command import main, translate_file
@@ -38,7 +39,7 @@ def test_a_file_starts_with_the_words_its_refusal_asks_for(write, name):
         assert any(word in refusal for refusal in found.refusals)
     found = translate_file(path, found.added)
     assert found.refusals == []
-    problems = [one.text for one in load(found.words).problems]
+    problems = [one.text for one in load_over((), found.words).problems]
     assert [text for text in problems if not any(part in text for part in ELSEWHERE)] == []
 
 
@@ -67,7 +68,7 @@ def test_a_domain_may_be_left_out_and_the_last_takes_the_rest(write):
     found = translate_file(path, ["rewards.llm_judge=null", "actor_train.strategy_args.strategy_name=fsdp2_train"])
     assert found.refusals == [], "Megatron's settings with fsdp2_train are reported, not refused"
     assert any("fsdp2 shards the model" in note for note in found.notes)
-    shares = load(found.words).config.data.mixture
+    shares = load_over((), found.words).config.data.mixture
     assert shares["ifeval/*"] == 0.2 and sum(shares.values()) == pytest.approx(1)
     assert any("ifeval gets 0.2" in note for note in found.notes)
 
@@ -78,7 +79,7 @@ def test_megatrons_settings_are_one_sentence_with_fsdp2(write):
     assert found.refusals == []
     (note,) = (text for text in found.notes if "Megatron" in text)
     assert "moe_grouped_gemm" in note and "virtual_pipeline_model_parallel_size" in note
-    actor = load(found.words).config.actor_rollout_ref.actor
+    actor = load_over((), found.words).config.actor_rollout_ref.actor
     assert (actor.strategy, actor.ulysses_sequence_parallel_size) == ("fsdp2", 4)
     # 1 per device x 32 accumulated x 32 devices / (2 x 4) ranks that share a sample, over 8 responses
     assert actor.ppo_mini_batch_size == 16
