@@ -5,7 +5,8 @@ Its modules without Transformer Engine then run on CPU tensors and gloo. ``insta
 
 - functions of ``torch.cuda`` do nothing, and ``current_device()`` is the CPU, on which tensors are then made;
 - ``.cuda()`` of tensors and modules returns them as they are;
-- ``device="cuda"`` and the type names of tensors are translated by a ``TorchFunctionMode``.
+- ``device="cuda"`` becomes the CPU, and the type names of tensors are those of CUDA. For all threads: a worker of the
+  local controller runs its methods in another one than that which imported this.
 """
 
 from __future__ import annotations
@@ -17,7 +18,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.overrides import TorchFunctionMode
 
 CPU = torch.device("cpu")
 
@@ -27,9 +27,9 @@ _NOTHING = (
 )  # fmt: skip
 _FACTORIES = (
     "empty", "zeros", "ones", "full", "tensor", "arange", "rand", "randn", "randint", "eye", "as_tensor",
-    "empty_strided", "linspace",
+    "empty_strided", "linspace", "empty_like", "zeros_like", "ones_like", "full_like", "randperm",
 )  # fmt: skip
-_installed: list[TorchFunctionMode] = []
+_installed: list[bool] = []
 
 
 def install() -> None:
@@ -62,12 +62,12 @@ def install() -> None:
     torch.compile = lambda function=None, *_args, **_kwargs: function if function is not None else lambda one: one
     torch.distributed.all_to_all_single = _with_lists(torch.distributed.all_to_all_single)
     torch.Tensor.cuda = torch.nn.Module.cuda = lambda self, *_args, **_kwargs: self
-    # a backward pass runs outside the mode, and recomputation makes tensors there
     for name in _FACTORIES:
         setattr(torch, name, _on_cpu(getattr(torch, name)))
-    mode = _CPUInstead()
-    mode.__enter__()
-    _installed.append(mode)
+    for name in ("to", "new_empty", "new_zeros", "new_full", "new_tensor"):
+        setattr(torch.Tensor, name, _on_cpu(getattr(torch.Tensor, name)))
+    torch.Tensor.type = _with_cuda_names(torch.Tensor.type)
+    _installed.append(True)
 
 
 def _nothing(*_args: Any, **_kwargs: Any) -> None:
@@ -84,18 +84,26 @@ def _translated(kwargs: dict[str, Any]) -> dict[str, Any]:
     return {**kwargs, "pin_memory": False} if kwargs.get("pin_memory") else kwargs
 
 
-class _CPUInstead(TorchFunctionMode):
-    def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
-        if func is torch.Tensor.to and len(args) > 1 and _is_cuda(args[1]):
-            args = (args[0], CPU, *args[2:])
-        out = func(*args, **_translated(kwargs or {}))
-        if func is torch.Tensor.type and len(args) == 1 and isinstance(out, str):
-            return out.replace("torch.", "torch.cuda.", 1)  # optimizers sort parameters by this name
-        return out
-
-
 def _on_cpu(factory: Callable[..., Any]) -> Callable[..., Any]:
-    return functools.wraps(factory)(lambda *args, **kwargs: factory(*args, **_translated(kwargs)))
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        if factory is _TO and len(args) > 1 and _is_cuda(args[1]):
+            args = (args[0], CPU, *args[2:])
+        return factory(*args, **_translated(kwargs))
+
+    return functools.wraps(factory)(wrapped)
+
+
+_TO = torch.Tensor.to
+
+
+def _with_cuda_names(name_of_type: Callable[..., Any]) -> Callable[..., Any]:
+    """``Tensor.type``, by which optimizers sort parameters."""
+
+    def wrapped(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        out = name_of_type(tensor, *args, **kwargs)
+        return out.replace("torch.", "torch.cuda.", 1) if isinstance(out, str) else out
+
+    return wrapped
 
 
 def _with_lists(exchange: Callable[..., Any]) -> Callable[..., Any]:

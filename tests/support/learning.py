@@ -39,6 +39,7 @@ BOUNDS = {
     "dr_grpo": Bound(0.2, 0.85),
     "optimal_token_baseline": Bound(0.2, 0.85),
     "two ranks on Ray": Bound(0.5, 0.85),
+    "megatron": Bound(0.5, 0.75),
     "vllm, sync": Bound(0.5, 0.85),
     "vllm, async": Bound(0.5, 0.85),
     "sglang, async": Bound(0.5, 0.85),

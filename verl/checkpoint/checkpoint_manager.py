@@ -299,8 +299,8 @@ class CheckpointManager:
                 write(content, path)
 
         if own := self._own_parts(self.save_contents):
-            if "model" in own:
-                self._together(partial(check_finite, self.engine.model_state(), buffers))
+            with self.engine.on_device():
+                self._together(partial(check_finite, self.engine.model_state() if "model" in own else {}, buffers))
             self._together(partial(self.engine.write_own_format, staged / self.engine.own_format, own))
         # part by part: the whole state of a large model would not fit twice
         for part in (part for part in self.save_contents if part in rank_files.PARTS and part not in own):

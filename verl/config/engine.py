@@ -268,6 +268,7 @@ class OptimConfig(Config):
 
 # -- entries of DeepSpeed's own configuration that options of verl decide ----------------------------------------------
 
+
 def backend_of(strategy: str, device: str, ranks: int) -> str:
     """The backend that ``strategy`` means: on one CPU process FSDP2 has nothing to shard, and ``local`` is a fifth
     faster with the same numbers."""

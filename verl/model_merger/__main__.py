@@ -40,9 +40,7 @@ def main(arguments: Sequence[str] | None = None, operation: str | None = None) -
     options = parser(operation).parse_args(arguments)
     options.operation = operation or options.operation
     if options.backend not in BACKENDS:
-        raise ValueError(
-            f"--backend={options.backend} is not read here: use one of {', '.join(BACKENDS)}"
-        )
+        raise ValueError(f"--backend={options.backend} is not read here: use one of {', '.join(BACKENDS)}")
     for name in _ELSEWHERE:
         if getattr(options, name):
             print(f"--{name.replace('_', '-')} has no effect: the checkpoint's config.json decides", file=sys.stderr)

@@ -33,7 +33,7 @@ from verl.models.loader import LoRASpec, ModelSpec
 from verl.protocol import DataProto
 from verl.single_controller.base.decorator import Dispatch, register
 from verl.single_controller.base.worker import TracedWorker
-from verl.telemetry.memory import Entry, MemoryLedger, bytes_by_place, optimizer_tensors
+from verl.telemetry.memory import Entry, MemoryLedger, bytes_by_place
 from verl.telemetry.metric import FlopsCounter, get_device_flops
 from verl.utils.config import typed_section
 from verl.utils.device import get_device_name, use_deterministic_algorithms
@@ -144,8 +144,8 @@ class EngineWorker(TracedWorker):
         engines = {name: getattr(self, name, None) for name in ("actor", "critic", "reference", "reward_model")}
         for name, engine in (engines | getattr(self, "teachers", {})).items():
             if engine is not None:
-                found[f"{name} weights"] = bytes_by_place(engine.module.parameters(), self.device)
-                found[f"{name} optimizer"] = bytes_by_place(optimizer_tensors(engine.optimizer), self.device)
+                for kind, tensors in engine.tensors_in_memory().items():
+                    found[f"{name} {kind}"] = bytes_by_place(tensors, self.device)
         rollout = getattr(self, "rollout", None)
         return found | (rollout.memory_parts() if rollout is not None else {})
 

@@ -66,6 +66,7 @@ CASES = {
     "dp2": Case({}, packed=True),
     "dp2, whole optimizer, overlap": Case({"use_distributed_optimizer": False, "override_ddp_config": {
         "overlap_grad_reduce": True}}),
+    "tp2, offloaded": Case({**TP, "param_offload": True, "grad_offload": True, "optimizer_offload": True}),
     "cp2": Case({"context_parallel_size": 2}),
     "experts on both": Case({"expert_model_parallel_size": 2, "expert_tensor_parallel_size": 1}, "qwen3_moe"),
     "experts split": Case(TP, "qwen3_moe", packed=True),
@@ -103,12 +104,18 @@ def steps_of(engine, head, split) -> dict[str, Any]:
     size, rank = engine.topology.dp_size, engine.topology.dp_rank
     data = data if size == 1 else data[[slice(0, 2), slice(2, 7)][rank]]
     want = Want.VALUES if head == "value" else Want.LOG_PROBS | Want.ENTROPY
-    found: dict[str, Any] = {"rank": rank, "before": engine.infer(data, want, split, 0.7), "steps": [], "weights": []}
+    found: dict[str, Any] = {"rank": rank, "steps": [], "weights": []}
+    with engine.on_device():
+        found["before"] = engine.infer(data, want, split, 0.7)
     for _ in range(3):
-        found["steps"].append(engine.train_step(data, loss, split))
-        engine.step_schedule()
+        with engine.on_device(optimizer=True):
+            found["steps"].append(engine.train_step(data, loss, split))
+            engine.step_schedule()
         found["weights"].append({name: tensor.clone() for name, tensor in engine.weights()})
-    found["after"] = engine.infer(data, want, split)
+    with engine.on_device():
+        found["after"] = engine.infer(data, want, split)
+    kinds = engine.tensors_in_memory().items()
+    found["idle"] = {kind: sum(tensor.untyped_storage().nbytes() for tensor in tensors) for kind, tensors in kinds}
     return found | {"version": engine.version, "is_output": engine.topology.is_output_rank}
 
 
@@ -119,10 +126,8 @@ def spec_of(case: Case, folders) -> ModelSpec:
 def run_cases(cases, folders) -> dict[str, Any]:
     cuda_shim.install()
     from verl.models.megatron.parallel import end_groups
-    from verl.workers.engine.megatron import MegatronEngine
-    from verl.workers.engine.registry import register_engine
+    from verl.workers.engine import megatron
 
-    register_engine("megatron")(MegatronEngine)
     results: dict[str, Any] = {}
     for name, (family, _) in MODELS.items():
         head = "value" if name.endswith("critic") else "lm"
@@ -135,6 +140,8 @@ def run_cases(cases, folders) -> dict[str, Any]:
         assert family == engine.model_config.model_type
     end_groups()
     for name, case in cases.items():
+        # memory of the host in place of a device's
+        megatron.has_own_memory = lambda device: True
         engine = build_engine(
             "megatron", spec_of(case, folders), None, optim_section(**OPTIM), total_steps=10, grad_clip=1.0,
             backend_config={"dtype": "float32", **case.section},
@@ -149,6 +156,13 @@ def results(folders):
     only = os.environ.get("MEGATRON_CASES")
     cases = {name: case for name, case in CASES.items() if not only or name in only.split("|")}
     return run_ranks(2, run_cases, cases, folders, timeout_s=240)
+
+
+def test_what_is_offloaded_is_freed_while_the_model_is_idle(results):
+    for found in results:
+        kept, freed = found["tp2"]["idle"], found["tp2, offloaded"]["idle"]
+        assert set(kept) == set(freed) == {"weights", "optimizer", "gradients"}
+        assert all(kept.values()) and not any(freed.values())
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -51,10 +51,6 @@ def step_and_weights(engine, seed) -> tuple[dict, dict]:
 def save_and_resume(folders, root) -> dict[str, Any]:
     cuda_shim.install()
     from verl.models.megatron.parallel import end_groups
-    from verl.workers.engine.megatron import MegatronEngine
-    from verl.workers.engine.registry import register_engine
-
-    register_engine("megatron")(MegatronEngine)
 
     def build(model, section, head="lm"):
         end_groups()

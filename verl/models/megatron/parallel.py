@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import warnings
 from typing import Any
 
 import torch
@@ -18,6 +19,15 @@ _made: list[MegatronMesh] = []
 """The mesh of this process's groups; empty before the first model."""
 
 
+_NOTES = (
+    "Apex is not installed",
+    "full scope is deprecated",
+    r"`torch\.distributed\.\w+_tensor` is deprecated",
+    r"The \.grad attribute of a Tensor that is not a leaf",
+)
+"""Beginnings of warnings about the libraries' own code, which no user can act on."""
+
+
 def import_megatron() -> Any:
     """megatron-core's ``parallel_state``.
 
@@ -25,13 +35,17 @@ def import_megatron() -> Any:
         ImportError: megatron-core or mbridge is not installed.
     """
     try:
-        import mbridge  # noqa: F401
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            import mbridge  # noqa: F401
         from megatron.core import parallel_state
     except ImportError as error:
         raise ImportError(
             f"strategy=megatron needs megatron-core and mbridge, which cannot be imported ({error}). Install them with "
             f"`bash scripts/install_engines.sh megatron` or `{install_command('megatron')}`, or use strategy=fsdp2."
         ) from error
+    for text in _NOTES:
+        warnings.filterwarnings("ignore", text)
     # its note that random states of several models are forked comes with every model
     logging.getLogger("megatron.core.tensor_parallel.random").setLevel(logging.ERROR)
     return parallel_state

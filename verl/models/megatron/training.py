@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import fields
 from typing import Any
 
@@ -108,3 +108,60 @@ def optimizer_tensors(optimizer: Any) -> Iterator[Tensor]:
             for parameter in group["params"]:
                 yield parameter
                 yield from (value for value in inner.state[parameter].values() if isinstance(value, Tensor))
+
+
+def gradient_buffers(model: MegatronModel) -> Iterator[Tensor]:
+    """fp32 sums of gradients of a wrapped model."""
+    for piece in model.pieces:
+        yield from (buffer.grad_data for buffer in (*piece.buffers, *piece.expert_parallel_buffers))
+
+
+# -- memory of the device between phases ------------------------------------------------
+
+
+class Offload:
+    """Memory that is taken from the device and given back; views of it stay as they are, for megatron-core holds many.
+
+    Args:
+        tensors: distinct or not; what shares its memory with ``others`` stays.
+        keeps: whether the numbers are kept, in host memory; else they are zero afterwards.
+    """
+
+    def __init__(
+        self, tensors: Iterable[Tensor], device: torch.device, keeps: bool = True, others: Iterable[Tensor] = ()
+    ) -> None:
+        taken = {tensor.untyped_storage()._cdata for tensor in others}
+        self._storages = {
+            storage._cdata: storage
+            for storage in (tensor.untyped_storage() for tensor in tensors if tensor.device == device)
+            if storage._cdata not in taken
+        }
+        self._device, self._keeps = device, keeps
+        self._sizes: dict[int, int] = {}
+        self._copies: dict[int, Tensor] = {}
+
+    @torch.no_grad()
+    def to_host(self) -> None:
+        """Take the memory; nothing where it is taken already."""
+        for key, storage in self._storages.items():
+            if size := storage.nbytes():
+                self._sizes[key] = size
+                if self._keeps:
+                    # made once, and used again
+                    if key not in self._copies:
+                        is_cuda = self._device.type == "cuda"
+                        self._copies[key] = torch.empty(size, dtype=torch.uint8, pin_memory=is_cuda)
+                    self._copies[key].copy_(self._bytes(storage))
+                storage.resize_(0)
+
+    @torch.no_grad()
+    def to_device(self) -> None:
+        """Give the memory back."""
+        for key, storage in self._storages.items():
+            if size := self._sizes.pop(key, 0):
+                storage.resize_(size)
+                place = self._bytes(storage)
+                place.copy_(self._copies[key], non_blocking=True) if self._keeps else place.zero_()
+
+    def _bytes(self, storage: torch.UntypedStorage) -> Tensor:
+        return torch.empty(0, dtype=torch.uint8, device=self._device).set_(storage)

@@ -10,7 +10,7 @@ Sources: Shoeybi et al. 2019 (arXiv:1909.08053), Narayanan et al. 2021 (arXiv:21
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -31,11 +31,12 @@ from verl.models.token_outputs import TokenScores
 from verl.protocol import DataProto
 from verl.telemetry.flight_recorder import flight_recorder
 from verl.utils.config import typed_section
-from verl.utils.device import current_device
+from verl.utils.device import current_device, empty_cache, has_own_memory
 from verl.utils.distributed import ensure_process_group, get_world_size
 from verl.workers.engine.engine import Engine, Outputs
 from verl.workers.engine.micro_batch import MicroBatch, MicroBatches
 from verl.workers.engine.optim import build_schedule, warn_of_endless_warmup
+from verl.workers.engine.registry import register_engine
 from verl.workers.engine.train_step import TrainStep, to_floats
 
 state = import_megatron()
@@ -78,6 +79,7 @@ def generation_config(spec: ModelSpec) -> Any:
     return GenerationConfig.from_pretrained(spec.folder)
 
 
+@register_engine("megatron")
 class MegatronEngine(Engine):
     """A model whose layers are split over tensor-parallel ranks, and shared out over pipeline stages.
 
@@ -123,6 +125,7 @@ class MegatronEngine(Engine):
         self.module.train(False)
         self.head = OutputHead("fused" if spec.head == "lm" else "value")
         self._reads_images = False
+        self._plan_offload(section)
 
     def _wrap(self, section: MegatronConfig) -> None:
         training.wrap_pieces(self.model, section.use_distributed_optimizer, section.override_ddp_config)
@@ -130,12 +133,12 @@ class MegatronEngine(Engine):
             self.model, self._optim_config, self.grad_clip, section.use_distributed_optimizer
         )
         # the rate alone: megatron-core's optimizer is none of torch's, to which a schedule belongs
-        clock = torch.optim.SGD([torch.zeros(1)], lr=self._optim_config.lr)
-        self.schedule = build_schedule(clock, self._optim_config, self._total_steps)
+        self._clock = torch.optim.SGD([torch.zeros(1)], lr=self._optim_config.lr)
+        self.schedule = build_schedule(self._clock, self._optim_config, self._total_steps)
         if self.topology.rank == 0:
             warn_of_endless_warmup(self._optim_config, self._total_steps)
 
-    # -- micro-batches ----------------------------------------------------------------------------------------------
+    # -- micro-batches ------------------------------------------------------------
 
     def _split(self, data: DataProto, split: MicroBatching, columns: Sequence[str]) -> tuple[MicroBatches, int]:
         cp, pp = self._mesh.cp, self._mesh.pp
@@ -170,7 +173,7 @@ class MegatronEngine(Engine):
         valid = micro.valid_positions + micro.valid_positions // length * extra
         return replace(micro, input_ids=input_ids, valid_positions=valid)
 
-    # -- forward and backward ---------------------------------------------------------------------------------------
+    # -- forward and backward ------------------------------------------------------------
 
     def run(
         self, micro_batches: Sequence[MicroBatch], outputs: Outputs, step: TrainStep | None = None
@@ -286,7 +289,7 @@ class MegatronEngine(Engine):
         dist.broadcast_object_list(found, source, group=state.get_pipeline_model_parallel_group())
         step.metrics[:] = found[0]
 
-    # -- the engine contract ------------------------------------------------------------------------------------------
+    # -- the engine contract ------------------------------------------------------------
 
     def _start_gradients(self) -> None:
         for piece in self.model.pieces:
@@ -303,16 +306,25 @@ class MegatronEngine(Engine):
                 for piece in self.model.pieces:  # before anybody reads the weights
                     piece.start_param_sync(force_sync=True)
         self.optimizer.zero_grad()
+        self._clock.step()  # nothing, but its schedule expects it
         return norm
 
     @torch.no_grad()
     def full_tensors(self, dtype: torch.dtype | None, leave_out: Collection[str]) -> Iterator[tuple[str, Tensor]]:
-        for name, tensor in bridge.export_hf(self.model, dtype):
-            if name not in leave_out:
-                yield name, tensor
+        with self.on_device():
+            for name, tensor in bridge.export_hf(self.model, dtype):
+                if name not in leave_out:
+                    yield name, tensor
 
     def weights(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
         return self.full_tensors(dtype, ())
+
+    def tensors_in_memory(self) -> dict[str, Iterable[Tensor]]:
+        found: dict[str, Iterable[Tensor]] = {"weights": self.module.parameters()}
+        if self.optimizer is not None:
+            found["optimizer"] = training.optimizer_tensors(self.optimizer)
+            found["gradients"] = training.gradient_buffers(self.model)
+        return found
 
     def model_state(self) -> dict[str, Any]:
         """This rank's parameters by the number of their piece and their name in it."""
@@ -328,7 +340,7 @@ class MegatronEngine(Engine):
         if self.optimizer is not None:
             self.optimizer.reload_model_params()
 
-    # -- checkpoints --------------------------------------------------------------------------------------------------
+    # -- checkpoints ------------------------------------------------------------
 
     @property
     def own_format(self) -> str:
@@ -349,8 +361,27 @@ class MegatronEngine(Engine):
     def layout(self) -> str:
         return f"megatron {self._mesh}"
 
+    # -- between host and device ------------------------------------------------------------
+
+    def _plan_offload(self, section: MegatronConfig) -> None:
+        weights, moves = list(self.module.parameters()), has_own_memory(self.device)
+        self._offloads: dict[str, list[training.Offload]] = {"model": [], "optimizer": []}
+        if moves and section.param_offload:
+            self._offloads["model"].append(training.Offload(weights, self.device))
+        if moves and section.optimizer_offload and self.optimizer is not None:
+            state = training.optimizer_tensors(self.optimizer)
+            self._offloads["optimizer"].append(training.Offload(state, self.device, others=weights))
+        if moves and section.grad_offload and self.optimizer is not None:
+            # between updates nobody reads them
+            buffers = training.gradient_buffers(self.model)
+            self._offloads["optimizer"].append(training.Offload(buffers, self.device, keeps=False))
+
     def move(self, to_host: bool, *, model: bool, optimizer: bool) -> None:
-        pass
+        parts = [*self._offloads["model"] * model, *self._offloads["optimizer"] * optimizer]
+        for part in parts:
+            part.to_host() if to_host else part.to_device()
+        if parts and to_host:
+            empty_cache(self.device)
 
 
 def _has_bias(spec: ModelSpec) -> bool:

@@ -27,6 +27,7 @@ MODULES = {
     "fsdp": "verl.workers.engine.fsdp",
     "fsdp1": "verl.workers.engine.fsdp1",
     "deepspeed": "verl.workers.engine.deepspeed",
+    "megatron": "verl.workers.engine.megatron",
 }
 """Module that registers each built-in backend."""
 _ENGINES: dict[str, type[Engine]] = {}
@@ -75,8 +76,8 @@ def build_engine(
 
     Args:
         strategy: name of a backend: ``local`` (one process), ``fsdp2`` or ``fsdp`` (any number of processes:
-            ``fully_shard``), ``fsdp1`` (the older ``FullyShardedDataParallel``), ``deepspeed`` (ZeRO), or another that
-            was registered.
+            ``fully_shard``), ``fsdp1`` (the older ``FullyShardedDataParallel``), ``deepspeed`` (ZeRO), ``megatron``
+            (megatron-core), or another that was registered.
         engine_config: the ``fsdp_config`` section, a mapping of its entries, or None for defaults.
         optim_config: the ``optim`` section; None builds an engine that only scores.
         backend_config: the section of the backend's own options, such as ``deepspeed``; None for defaults.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
@@ -15,6 +15,7 @@ from verl.checkpoint.checkpoint_manager import random_state, set_random_state
 from verl.checkpoint.shards import FromRankZero
 from verl.models.loader import load_model
 from verl.models.weight_names import checkpoint_tensors, plain_name, tied_duplicates
+from verl.telemetry.memory import optimizer_tensors
 from verl.workers.engine.optim import load_optimizer_state, optimizer_state
 
 if TYPE_CHECKING:
@@ -57,6 +58,10 @@ class EngineState(ABC):
     def parameter_names(self) -> list[str]:
         """Names of the parameters the optimizer holds, in its order."""
         return [name for name, parameter in self.module.named_parameters() if parameter.requires_grad]
+
+    def tensors_in_memory(self) -> dict[str, Iterable[Tensor]]:
+        """Tensors of this rank by what they are for: ``weights``, ``optimizer``."""
+        return {"weights": self.module.parameters(), "optimizer": optimizer_tensors(self.optimizer)}
 
     def tensor_names(self) -> list[str]:
         """Names of the module's parameters and persistent buffers."""
