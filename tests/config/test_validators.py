@@ -32,6 +32,8 @@ TURNS = f"{ROLLOUT}.multi_turn"
 DISTIL, LOSS = "distillation", "distillation.distillation_loss"
 TAUGHT = [f"{DISTIL}.enabled=true", f"{DISTIL}.teacher_models.one.model_path=a", "algorithm.adv_estimator=grpo",
           f"{ROLLOUT}.n=2"]  # fmt: skip
+AT = f"{DISTIL}.teacher_models.one.server_urls"
+SERVED = [f"{DISTIL}.enabled=true", f"{AT}=http://node:8000", "algorithm.adv_estimator=grpo", f"{ROLLOUT}.n=2"]
 TWO = [*TAUGHT, f"{DISTIL}.teacher_models.two.model_path=b"]
 
 BAD = {
@@ -41,6 +43,10 @@ BAD = {
         [*TAUGHT, f"{DISTIL}.teacher_models.one.path=b"], "teacher_models.one.path is not an option"),
     "two teachers of the same rows": (TWO, "teacher_models.two.key=null is that of distillation.teacher_models.one"),
     "teachers on devices of their own": ([*TAUGHT, f"{DISTIL}.nnodes=1"], "nodes that only teachers use: that is not"),
+    "a server without its protocol": ([*SERVED, f"{AT}=node:8000"], "server_urls=node:8000 is no URL"),
+    "whole distributions by a server": ([*SERVED, f"{LOSS}.loss_mode=jsd_full"], "whole distributions do not travel"),
+    "a server at another temperature": (
+        [*SERVED, f"{ROLLOUT}.temperature=0.7"], "rollout.temperature=0.7: servers give log-probs of the logits"),
     "a loss without a gradient": ([*TAUGHT, f"{LOSS}.loss_mode=k1"], "zero on average whatever the teacher is"),
     "no advantage of a token": (
         [*TAUGHT, f"{LOSS}.loss_mode=jsd_topk", f"{LOSS}.use_policy_gradient=true"], "so it is no advantage of it"),

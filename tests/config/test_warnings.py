@@ -215,6 +215,11 @@ def test_nothing_is_said_about_defaults():
         (["distillation.distillation_loss.topk=8"], "topk=8 has no effect: distillation.enabled=false"),
         ([*TAUGHT, "distillation.distillation_loss.topk=8"], "distillation_loss.loss_mode=k3 does not read it"),
         ([*TAUGHT, "distillation.teacher_models.one.num_replicas=2"], "num_replicas has no effect: teachers score in"),
+        ([*TAUGHT, "distillation.teacher_models.one.tries=2"], "one.tries has no effect: teachers score in"),
+        (
+            [*TAUGHT, "distillation.teacher_models.one.server_urls=http://a", "distillation.teacher.strategy=fsdp2"],
+            "distillation.teacher.strategy=fsdp2 has no effect: all teachers are on server_urls",
+        ),
         (["critic.model.target_modules=[q_proj]"], "critic.model.lora_rank=0 trains all weights"),
         (
             ["actor_rollout_ref.model.lora_rank=8", f"{ACTOR}.use_kl_loss=true", REF, f"{REF_DTYPE}=bf16"],

@@ -10,9 +10,14 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.support.runs import make_task, overrides, read_metrics, run_job
 from tests.support.tiny_models import make_tiny_model
+from tests.workers.rollout.conftest import rollout_config
 from verl.config.base import ConfigError
+from verl.utils.tokenizer import hf_tokenizer
+from verl.workers.rollout.hf.rollout import HFRollout
+from verl.workers.rollout.server.server import RolloutServer
 
 LOSS = "distillation__distillation_loss"
+MODELS = "distillation__teacher_models"
 
 
 @pytest.fixture(scope="module")
@@ -24,6 +29,16 @@ def task(tmp_path_factory):
     return task | {"folder": str(folder)}
 
 
+@pytest.fixture(scope="module")
+def served(task):
+    """URL of a server that runs the teacher ``one``."""
+    folder = Path(task["folder"]) / "one"
+    engine = HFRollout(str(folder), rollout_config(load_format="auto"))
+    server = RolloutServer(engine, engine.version, tokenizer=hf_tokenizer(str(folder)))
+    yield server.start()
+    server.stop()
+
+
 def run(task, folder, monkeypatch, steps=1, models=None, **settings):
     """The metrics of each step."""
     folder.mkdir(exist_ok=True)
@@ -31,8 +46,8 @@ def run(task, folder, monkeypatch, steps=1, models=None, **settings):
     places = Path(task["folder"])
     models = models or {"one": None}
     for name, key in models.items():
-        settings[f"distillation__teacher_models__{name}__model_path"] = places / name
-        settings |= {f"distillation__teacher_models__{name}__key": key} if key else {}
+        settings.setdefault(f"{MODELS}__{name}__model_path", places / name)
+        settings |= {f"{MODELS}__{name}__key": key} if key else {}
     settings = {
         "trainer__logger": "[file]",
         "trainer__total_training_steps": steps,
@@ -54,12 +69,25 @@ def run(task, folder, monkeypatch, steps=1, models=None, **settings):
     ],
     ids=lambda settings: settings[f"{LOSS}__loss_mode"],
 )
-def test_a_step_trains_with_each_kind_of_loss(task, tmp_path, monkeypatch, settings):
+def test_a_step_trains_with_each_kind_of_loss_and_a_served_teacher_causes_the_same(
+    task, tmp_path, monkeypatch, settings, served
+):
     [step] = run(task, tmp_path, monkeypatch, **settings)
     assert step["actor/grad_norm"] > 0 and step["actor/nonfinite_steps"] == 0 and step["distill/loss"] != 0
     is_full = settings[f"{LOSS}__loss_mode"].endswith("full")
     assert ("timing_s/teacher" in step) == ("distill/kl" in step) == (not is_full)
     assert ("distill/topk_mass" in step) == (f"{LOSS}__topk" in settings)
+    if not is_full:
+        on_server = {f"{MODELS}__one__server_urls": served, f"{MODELS}__one__model_path": "null"}
+        [other] = run(task, tmp_path / "served", monkeypatch, **settings, **on_server)
+        same = [name for name in step if name.startswith(("actor/", "distill/", "critic/score"))]
+        assert {name: other[name] for name in same} == pytest.approx({n: step[n] for n in same}, rel=1e-4, abs=1e-5)
+
+
+def test_a_server_that_is_not_there_stops_a_run_before_a_model_is_loaded(task, tmp_path, monkeypatch):
+    nobody = {f"{MODELS}__one__server_urls": "http://127.0.0.1:9", f"{MODELS}__one__model_path": "null"}
+    with pytest.raises(ConfigError, match="one.server_urls=http://127.0.0.1:9 cannot be reached"):
+        run(task, tmp_path, monkeypatch, **nobody)
 
 
 def test_a_resumed_run_goes_on_bit_for_bit_and_teachers_share_out_the_rows(task, tmp_path, monkeypatch):

@@ -29,6 +29,7 @@ _DATA = "train_batch_size gen_batch_size train_max_samples prompt_key messages_k
 _DATA += " max_response_length shuffle seed filter_overlong_prompts truncation apply_chat_template_kwargs*"
 _EXAMPLES = "format tools_key enable_thinking* response_key *_dict_keys max_length ignore_input_ids_mismatch"
 _EXAMPLES += " chosen_key rejected_key margin_key"
+_SERVERS = "server_urls* server api_key_env max_concurrent timeout_s tries"
 _MODEL = "lora_rank lora_alpha target_modules exclude_modules override_config* custom_chat_template"
 
 LEARNING = (
@@ -77,6 +78,7 @@ _SAME_NUMBERS = (
     "*activation_offload",
     "*precompute_ref",
     "*optim.total_training_steps",  # follows the length of the run, which may grow
+    *(f"distillation.teacher_models.*.{name}" for name in _SERVERS.split()),
     "critic.model.path",  # compared by its files
     "critic.model.tokenizer_path",
     "critic.model.use_shm",

@@ -98,13 +98,47 @@ class TeacherModelConfig(Config):
     """Rows of this value in ``distillation.teacher_key`` are its own. Null: the only teacher has all rows."""
 
     model_path: str | None = None
-    """Folder or hub id of a causal language model with the policy's vocabulary."""
+    """Folder or hub id of a causal language model with the policy's vocabulary. With ``server_urls`` it may be missing;
+    of one that is given the tokenizer alone is read, and compared with the policy's."""
+
+    server_urls: str | list[str] = option([])
+    """Base URLs of servers that run this teacher, each of them all of it: ``http://HOST:PORT``. vLLM's and SGLang's
+    servers and verl's own (``main_generation_server``) give the log-probs of a text. Empty: it runs in the training
+    engine of ``distillation.teacher``."""
+
+    server: Literal["auto", "vllm", "sglang"] = "auto"
+    """Protocol of the servers; verl's own speak vLLM's. ``auto``: what they say they are."""
+
+    server_model: str | None = None
+    """Name of the model at the servers. Null: the first one that they list."""
+
+    api_key_env: str = "VERL_TEACHER_API_KEY"
+    """Environment variable that holds the key of the servers, if they want one. The key itself stands in no file."""
+
+    max_concurrent: int = option(32, above=0)
+    """Texts that each worker has under way at a time."""
+
+    timeout_s: float = option(300.0, above=0)
+    """Seconds a server may take for a text."""
+
+    tries: int = option(5, above=0)
+    """Requests for one text, at the next server each time: one more after each that failed or was too slow."""
 
     num_replicas: int = 0
-    """Has no effect: each teacher is sharded over all devices of training."""
+    """Has no effect: each teacher is sharded over all devices of training, or on ``server_urls``."""
 
     inference: dict[str, Any] = option({})
-    """Has no effect: teachers run in the training engine of ``distillation.teacher``."""
+    """Has no effect: teachers run in the training engine of ``distillation.teacher``, or on ``server_urls``."""
+
+    @property
+    def urls(self) -> list[str]:
+        """``server_urls``, always as a list."""
+        return [self.server_urls] if isinstance(self.server_urls, str) else list(self.server_urls)
+
+    @property
+    def is_served(self) -> bool:
+        """Does it run behind servers?"""
+        return bool(self.server_urls)
 
 
 @dataclass
@@ -123,7 +157,8 @@ class DistillationConfig(Config):
     """Column of the data whose value chooses the teacher of a row, where there are several."""
 
     temperature: float | None = option(None, above=0)
-    """The teachers' logits are divided by this. Null: by ``actor_rollout_ref.rollout.temperature``, as the policy's."""
+    """The teachers' logits are divided by this. Null: by ``actor_rollout_ref.rollout.temperature``, as the policy's.
+    Must be 1 for teachers on ``server_urls``."""
 
     teacher: TeacherConfig = section(TeacherConfig)
     """Engine, sharding and micro-batches of the teachers."""
@@ -138,7 +173,8 @@ class DistillationConfig(Config):
     """Devices of each such node."""
 
     def teachers(self, problems: list[Problem] | None = None) -> dict[str, TeacherModelConfig]:
-        """Teachers by name, those of ``teacher_models`` that name a model; what is wrong goes to ``problems``."""
+        """Teachers by name, those of ``teacher_models`` that name a model or a server; what is wrong goes to
+        ``problems``."""
         found: dict[str, TeacherModelConfig] = {}
         problems = [] if problems is None else problems
         for name, entry in self.teacher_models.items():
@@ -147,6 +183,11 @@ class DistillationConfig(Config):
                 problems.append(Problem(key, f"{key}={entry!r} is no section. Give {key}.model_path=FOLDER."))
                 continue
             made = build(TeacherModelConfig(), plain(entry), key, problems)
-            if made.model_path:
+            if made.model_path or made.is_served:
                 found[name] = made
         return found
+
+    @property
+    def runs_teachers(self) -> bool:
+        """Does a teacher run on devices of this run?"""
+        return self.enabled and any(not teacher.is_served for teacher in self.teachers().values())

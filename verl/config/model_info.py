@@ -219,10 +219,11 @@ def shape_of(config: PPOConfig, role: str) -> ModelShape | None:
     return read_model(shared.model.path, shared.model.override_config)
 
 
-def teachers(config: PPOConfig) -> list[str]:
-    """The teachers as roles, ``teacher_models.<name>``."""
+def teachers(config: PPOConfig, served: bool = False) -> list[str]:
+    """The teachers as roles, ``teacher_models.<name>``: those that run here, or those on servers with a folder here."""
     options = config.distillation
-    return [f"teacher_models.{name}" for name in options.teachers()] if options.enabled else []
+    found = options.teachers().items() if options.enabled else ()
+    return [f"teacher_models.{name}" for name, one in found if one.model_path and one.is_served == served]
 
 
 def path_key(config: PPOConfig, role: str) -> str:
@@ -378,9 +379,10 @@ def _teachers_share_the_vocabulary(config: PPOConfig) -> Iterator[Problem]:
     """Refuse a teacher for which a token id is another token: its distributions would be of other texts."""
     own_path = config.data.tokenizer or config.actor_rollout_ref.model.path
     key = "data.tokenizer" if config.data.tokenizer else f"{MODEL}.path"
-    folder = find_folder(own_path) if teachers(config) else None
+    roles = [*teachers(config), *teachers(config, served=True)]
+    folder = find_folder(own_path) if roles else None
     own = vocabulary(folder) if folder else {}
-    for role in teachers(config) if own else ():
+    for role in roles if own else ():
         path = get_path(config, path_key(config, role))
         their_folder, shape = find_folder(path), shape_of(config, role)
         theirs = vocabulary(their_folder) if their_folder else {}

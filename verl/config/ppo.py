@@ -228,6 +228,7 @@ class PPOConfig(Config):
             **{
                 f"distillation.teacher_models.{name}.model_path": teacher.model_path
                 for name, teacher in (self.distillation.teachers().items() if self.distillation.enabled else ())
+                if teacher.model_path
             },
         }
 

@@ -56,6 +56,8 @@ def missing_services(config: PPOConfig) -> Iterator[Problem]:
     for key, value in waiting:
         if isinstance(value, Mapping):  # free-form options may hold addresses, too
             waiting += [(f"{key}.{name}", item) for name, item in value.items()]
+        if isinstance(value, list | tuple):
+            waiting += [(key, item) for item in value]
         if not isinstance(value, str) or not value.startswith(("http://", "https://")):
             continue
         parts = urlsplit(value)

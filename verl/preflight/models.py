@@ -61,6 +61,8 @@ def _paths(config: PPOConfig) -> Iterator[tuple[str, str, tuple[str, ...]]]:
         yield "actor_rollout_ref.ref.model.path", ref.path, whole
     for teacher in teachers(config):
         yield path_key(config, teacher), get_path(config, path_key(config, teacher)), whole
+    for teacher in teachers(config, served=True):
+        yield path_key(config, teacher), get_path(config, path_key(config, teacher)), ("tokenizer",)
     if config.reward_model.enable:
         yield "reward_model.model.path", config.reward_model.model.path, whole
     if config.rewrites_for_reward_model and config.reward_model.model.input_tokenizer:

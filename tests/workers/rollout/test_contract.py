@@ -8,11 +8,19 @@ import psutil
 import pytest
 import torch
 
+from tests.support.tiny_models import join_batch
 from tests.workers.rollout.conftest import weights_of
+from verl.algorithms.losses.distillation import TEACHER_LOG_PROBS, TOP_IDS, TOP_LOG_PROBS
+from verl.config.distillation import DistillationConfig, TeacherModelConfig
+from verl.config.engine import MixedPrecisionConfig
+from verl.config.ppo import ActorRolloutRefConfig
+from verl.utils.tokenizer import hf_tokenizer
 from verl.workers.rollout.base import Request, SamplingParams, StaleWeightsError, WeightSyncError
 from verl.workers.rollout.server.server import RolloutServer
 from verl.workers.rollout.weights.canary import canary_prompts, generate_canary
 from verl.workers.rollout.weights.sync import sync_weights
+from verl.workers.teacher import TeacherWorker
+from verl.workers.teacher_server import ServedTeacher
 
 ENGINES = ["hf", *(pytest.param(name, marks=getattr(pytest.mark, name)) for name in ("vllm", "sglang"))]
 FUSED = "model.layers.1.mlp.up_proj.weight"  # one of two tensors that engines fuse into one
@@ -122,6 +130,60 @@ def test_log_probs_are_those_of_the_distribution_that_was_sampled(family, ready,
     for request, completion in zip(requests, ready(family).generate(requests, 1), strict=True):
         expected = processed_log_probs(reference(family), request, completion.token_ids)
         assert completion.log_probs == pytest.approx(expected.tolist(), abs=1e-4)
+
+
+def check_served_as_a_teacher(rollout, prompts, k=5):
+    """A teacher on a server with this engine gives the columns that it gives in a training engine."""
+    folder = rollout.spec.folder
+    config = ActorRolloutRefConfig().with_values({"model.path": folder})
+    server = RolloutServer(rollout, 1, tokenizer=hf_tokenizer(folder))
+    try:
+        entries = {"local": {"model_path": folder}, "served": {"server_urls": server.start()}}
+        rows = [torch.tensor(prompt) for prompt in prompts]
+        data = join_batch([row[:1] for row in rows], [row[1:] for row in rows], 8, 24, torch.Generator())
+        found = {}
+        for name, entry in entries.items():
+            options = DistillationConfig(teacher_models={name: entry}).with_values(
+                {
+                    "distillation_loss.loss_mode": "forward_kl_topk",
+                    "distillation_loss.topk": k,
+                    "teacher.strategy": "local",
+                    "teacher.log_prob_micro_batch_size_per_gpu": 2,
+                    "teacher.fsdp_config.mixed_precision": MixedPrecisionConfig(param_dtype="fp32"),
+                }
+            )
+            worker = TeacherWorker(config, "teacher", "cpu", distillation=options)
+            worker.init_model()
+            found[name] = worker.compute_teacher_log_prob(data)
+        ServedTeacher("served", TeacherModelConfig(**entries["served"])).check(server.tokenizer)
+    finally:
+        server.stop()
+    for column in (TEACHER_LOG_PROBS, TOP_LOG_PROBS):
+        one, other = (found[name].ragged(column).values for name in entries)
+        torch.testing.assert_close(one, other, atol=1e-4, rtol=0)
+    assert torch.equal(*(found[name].ragged(TOP_IDS).values for name in entries))
+
+
+def test_prompts_are_scored_under_the_model_itself_with_their_likeliest_tokens(ready, reference):
+    rollout, prompts, k = ready("untied"), some_prompts(4, seed=9), 5
+    sampling = SamplingParams(1, temperature=0.3, top_k=2, prompt_log_probs=k)
+    requests = [Request(prompt, sampling) for prompt in prompts]
+    completions = rollout.generate(requests, 1)
+    ids = [rollout.submit(request, 1) for request in requests]
+    stepped = {}
+    while len(stepped) < len(ids):
+        stepped |= rollout.step()
+    for prompt, one, other in zip(prompts, completions, (stepped[i] for i in ids), strict=True):
+        with torch.no_grad():
+            log_p = reference("untied")(torch.tensor([prompt])).logits[0, :-1].log_softmax(-1)
+        own, best = log_p.gather(1, torch.tensor(prompt)[1:, None])[:, 0], log_p.topk(k)
+        for found in (one.prompt_log_probs, other.prompt_log_probs):
+            assert found.log_probs == pytest.approx(own.tolist(), abs=1e-4)
+            torch.testing.assert_close(torch.tensor(found.top_log_probs).reshape(-1, k), best.values, atol=1e-4, rtol=0)
+            assert torch.tensor(found.top_ids).reshape(-1, k).tolist() == best.indices.tolist()
+    check_served_as_a_teacher(rollout, [prompt for prompt in prompts if len(prompt) > 1])
+    alone = rollout.generate([Request(prompts[0], SamplingParams(1, prompt_log_probs=n)) for n in (0, None)], 1)
+    assert len(alone[0].prompt_log_probs.log_probs) == len(prompts[0]) - 1 and alone[1].prompt_log_probs is None
 
 
 def test_first_tokens_follow_the_softmax(ready, reference):

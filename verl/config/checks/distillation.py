@@ -1,10 +1,11 @@
 """Validators of on-policy distillation: teachers, and losses whose gradient would not be the one that was meant."""
 
 from collections.abc import Iterator
+from urllib.parse import urlsplit
 
 from verl.config.base import Problem, get_path
 from verl.config.checks.base import IsGiven, contradictions, given_below, problem, unused, validator
-from verl.config.ppo import ACTOR, TEACHER, PPOConfig
+from verl.config.ppo import ACTOR, ROLLOUT, TEACHER, PPOConfig
 
 _LOSS = "distillation.distillation_loss"
 _MODELS = "distillation.teacher_models"
@@ -33,7 +34,8 @@ def teachers_are_named(config: PPOConfig) -> Iterator[Problem]:
     yield from problems
     if not teachers:
         text = (
-            f"names no teacher: no entry of {_MODELS} has a model_path. Set {_MODELS}.teacher_model.model_path=FOLDER."
+            f"names no teacher: no entry of {_MODELS} has a model_path or server_urls. Set "
+            f"{_MODELS}.teacher_model.model_path=FOLDER."
         )
         yield problem(config, "distillation.enabled", text, _MODELS)
     owners: dict[str | None, str] = {}
@@ -46,6 +48,28 @@ def teachers_are_named(config: PPOConfig) -> Iterator[Problem]:
             )
             yield Problem(_MODELS, text)
         owners[teacher.key] = name
+
+
+@validator("error")
+def servers_say_what_is_read(config: PPOConfig) -> Iterator[Problem]:
+    options = config.distillation
+    served = {name: one for name, one in options.teachers().items() if one.is_served} if options.enabled else {}
+    for name, teacher in served.items():
+        key = f"{_MODELS}.{name}.server_urls"
+        for url in teacher.urls:
+            if urlsplit(str(url)).scheme not in ("http", "https") or not urlsplit(str(url)).hostname:
+                yield Problem(_MODELS, f"{key}={url} is no URL. Write http://HOST:PORT.")
+        if options.distillation_loss.is_full:
+            text = (
+                f"{key} with {_LOSS}.loss_mode={options.distillation_loss.loss_mode}: whole distributions do not "
+                "travel. Use a loss_mode of the likeliest tokens (..._topk), or give a model_path alone."
+            )
+            yield Problem(_MODELS, text, (f"{_LOSS}.loss_mode",))
+        temperature = options.temperature or config.actor_rollout_ref.rollout.temperature
+        if temperature != 1:
+            which = "distillation.temperature" if options.temperature else f"{ROLLOUT}.temperature"
+            text = f"{key} with {which}={temperature}: servers give log-probs of the logits as they are. Set "
+            yield Problem(_MODELS, f"{text}distillation.temperature=1, or give a model_path alone.", (which,))
 
 
 @validator("error")
@@ -107,7 +131,7 @@ def megatron_scores_sampled_tokens_only(config: PPOConfig) -> Iterator[Problem]:
     if not config.distillation.enabled or not (loss.is_topk or loss.is_full):
         return
     for key in (ACTOR, TEACHER):
-        if get_path(config, key).strategy == "megatron":
+        if get_path(config, key).strategy == "megatron" and (key == ACTOR or config.distillation.runs_teachers):
             text = (
                 f"with {_LOSS}.loss_mode={loss.loss_mode}: this engine splits the vocabulary among ranks and scores "
                 "the sampled tokens alone. Use fsdp2, or loss_mode=k3."
@@ -152,11 +176,18 @@ def distillation_options_unused(config: PPOConfig, is_given: IsGiven) -> Iterato
         yield from unused(config, keys, is_given, f"{why}: the teacher runs in the micro-batches of the actor's update")
     if len(options.teachers()) < 2 and all(teacher.key is None for teacher in options.teachers().values()):
         yield from unused(config, ["distillation.teacher_key"], is_given, "there is one teacher, for all rows")
+    if options.teachers() and not options.runs_teachers:
+        keys = list(given_below(TEACHER, config, is_given))
+        yield from unused(config, keys, is_given, "all teachers are on server_urls")
     for name, teacher in options.teachers().items():
-        for key in ("num_replicas", "inference"):
+        where = f"teachers score in the training engine of {TEACHER}, on the devices of training"
+        ignored = ["num_replicas", "inference"]
+        if teacher.is_served:
+            where = f"the teacher runs on {_MODELS}.{name}.server_urls"
+        else:
+            default = type(teacher)()
+            names = ("server", "server_model", "api_key_env", "max_concurrent", "timeout_s", "tries")
+            ignored += [key for key in names if teacher[key] != default[key]]
+        for key in ignored:
             if teacher[key]:
-                text = (
-                    f"{_MODELS}.{name}.{key} has no effect: teachers score in the training engine of {TEACHER}, on the "
-                    "devices of training"
-                )
-                yield Problem(_MODELS, text)
+                yield Problem(_MODELS, f"{_MODELS}.{name}.{key} has no effect: {where}")

@@ -179,6 +179,7 @@ class RayPPOTrainer(RecipeNames):
         self.mismatch = MismatchMonitor(config, tokenizer.decode)
         self._create_dataloader(train_dataset, val_dataset, collate_fn, train_sampler)
         self.teachers.check_sources([self.train_dataset])
+        self.teachers.check_servers(self.tokenizer)
         check_agent_names(config, [self.train_dataset, self.val_dataset])
         self.steps_per_epoch = len(self.train_dataloader)
         self.buffer = RolloutBuffer(config, self.train_dataloader, self.say)

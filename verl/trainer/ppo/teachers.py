@@ -27,7 +27,7 @@ class Teachers:
 
     def __init__(self, options: DistillationConfig) -> None:
         self.options = options
-        teachers = options.teachers() if options.enabled else {}
+        self.teachers = teachers = options.teachers() if options.enabled else {}
         self.names = list(teachers)
         self.column = options.teacher_key
         self.number_of = {teacher.key: number for number, teacher in enumerate(teachers.values())}
@@ -42,6 +42,20 @@ class Teachers:
         """
         if self.names and None not in self.number_of:
             self._numbers(distinct_values([one for one in datasets if one is not None], self.column))
+
+    def check_servers(self, tokenizer: Any) -> None:
+        """Ask the servers of teachers whether they are there, with the policy's tokens, before any model is loaded.
+
+        Raises:
+            TeacherServerError: a server does not answer.
+            ValueError: its tokens are others, or it refuses to give log-probs.
+        """
+        served = {name: one for name, one in self.teachers.items() if one.is_served}
+        if served:
+            from verl.workers.teacher_server import ServedTeacher  # imports aiohttp
+
+            for name, teacher in served.items():
+                ServedTeacher(name, teacher).check(tokenizer)
 
     def score(self, batch: DataProto, group: Any) -> tuple[DataProto, dict[str, float]]:
         """Add the teachers' columns, and measure the log-ratio to each teacher where there are several."""

@@ -92,6 +92,9 @@ class SamplingParams:
     """Sampling parameters by the engine's own names, handed to it untouched; an engine refuses one it lacks."""
     want_log_probs: bool = False
     """Return the log-probability of every token under the distribution it was sampled from (greedy: under softmax)."""
+    prompt_log_probs: int | None = None
+    """Return also the log-probabilities of the prompt's tokens under softmax(logits), and so many likeliest tokens of
+    each place. None: neither."""
 
     def __post_init__(self):
         hot = self.first_token_temperature
@@ -113,6 +116,7 @@ class SamplingParams:
             ("first_token_temperature", hot is None or hot > 0, " must be positive. Use None for temperature."),
             ("first_token_temperature", hot is None or _is_temperature(hot), _TEMPERATURES),
             ("stop", all(self.stop), ": an empty text would end every response. Leave it out."),
+            ("prompt_log_probs", (self.prompt_log_probs or 0) >= 0, " must be a number of tokens, or None."),
         ):
             if not is_valid:
                 raise ValueError(f"{name}={getattr(self, name)}{rule}")
@@ -136,6 +140,19 @@ class Request:
 
 
 @dataclass(frozen=True)
+class PromptLogProbs:
+    """Log-probabilities of the tokens of a prompt from the second one on: n entries for n + 1 tokens."""
+
+    log_probs: list[float]
+    top_ids: list[list[int]]
+    """The likeliest tokens of each place, the likeliest first."""
+    top_log_probs: list[list[float]]
+
+    def __post_init__(self) -> None:
+        check_log_probs(self.log_probs)
+
+
+@dataclass(frozen=True)
 class Completion:
     """One response: its tokens, the end-of-sequence token included, and why it ended there.
 
@@ -147,6 +164,8 @@ class Completion:
     finish_reason: Literal["stop", "length", "abort"]
     version: int | None = None
     """Version of the weights that generated the tokens; None: the version that was requested."""
+    prompt_log_probs: PromptLogProbs | None = None
+    """Those of the prompt, where the request asks for them; an aborted one may lack them."""
 
 
 def empty_completion(request: Request) -> Completion:

@@ -25,6 +25,7 @@ from verl.workers.rollout.base import (
     Bucket,
     Completion,
     ModelRollout,
+    PromptLogProbs,
     Receipt,
     Request,
     SamplingParams,
@@ -76,6 +77,7 @@ class HFRollout(ModelRollout):
     def _start(self) -> None:
         self.monitor.reports_steps = True
         self._running: list[RunningBatch] = []
+        self._scored: dict[int, Request] = {}
         if self.reads_weights:
             spec = replace(self.spec, max_sequence_length=self.max_model_len)
             self.model = load_model(spec, dtype=self.dtype).to(self.device)
@@ -218,7 +220,20 @@ class HFRollout(ModelRollout):
             batch = self._prefilled_batch([requests[i] for i in indices], indices)
             while batch.num_live:
                 completions |= batch.advance(self._forward)
-        return [completions[i] for i in range(len(requests))]
+        return [self._with_prompt_log_probs(request, completions[i]) for i, request in enumerate(requests)]
+
+    def _with_prompt_log_probs(self, request: Request, completion: Completion) -> Completion:
+        """The completion with the log-probs of its prompt, if the request asks for them: one more forward pass."""
+        k = request.sampling.prompt_log_probs
+        if k is None:
+            return completion
+        if request.media:
+            raise ValueError("prompt_log_probs: rollout.name=hf gives those of prompts without images only.")
+        ids = torch.tensor([request.prompt_ids], device=self.device)
+        log_p = self.model(input_ids=ids, use_cache=False).logits[0, :-1].float().log_softmax(-1)
+        values, top = log_p.topk(k)
+        own = log_p.gather(1, ids[0, 1:, None])[:, 0]
+        return replace(completion, prompt_log_probs=PromptLogProbs(own.tolist(), top.tolist(), values.tolist()))
 
     def _batches(self, requests: list[Request]) -> Iterator[list[int]]:
         """Batches of rows to decode: sorted by prompt, so that equal prompts are adjacent and lengths similar."""
@@ -379,7 +394,10 @@ class HFRollout(ModelRollout):
         self.check_sampling(request.sampling)
         (request,) = self._reader.read([request])
         check_prompt(len(request.prompt_ids), self.max_model_len)
-        return super().submit(request, expect_version)
+        request_id = super().submit(request, expect_version)
+        if request.sampling.prompt_log_probs is not None:
+            self._scored[request_id] = request
+        return request_id
 
     @torch.inference_mode()
     def step(self) -> dict[int, Completion]:
@@ -390,10 +408,14 @@ class HFRollout(ModelRollout):
         for batch in self._running:
             ended |= batch.advance(self._forward)
         self._running = [batch for batch in self._running if batch.num_live]
+        for request_id in ended.keys() & self._scored.keys():
+            ended[request_id] = self._with_prompt_log_probs(self._scored.pop(request_id), ended[request_id])
         return ended
 
     @torch.inference_mode()
     def abort(self, request_ids: Sequence[int]) -> dict[int, Completion]:
+        for request_id in request_ids:
+            self._scored.pop(request_id, None)
         running = {request_id: batch.abort(request_id) for batch in self._running for request_id in request_ids}
         self._running = [batch for batch in self._running if batch.num_live]
         return super().abort(request_ids) | {

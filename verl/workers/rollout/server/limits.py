@@ -143,6 +143,8 @@ def check_request(request: Request, engine: Any) -> None:
         ):
             if ids and max(ids) >= vocab:
                 raise ValueError(f"{name} has the token id {max(ids)}; the model's vocabulary ends at {vocab - 1}.")
+    if vocab is not None and (sampling.prompt_log_probs or 0) > vocab:
+        raise ValueError(f"prompt_log_probs={sampling.prompt_log_probs} is more than the {vocab} tokens there are.")
     for name in ("frequency_penalty", "presence_penalty"):
         _check_size(name, extra.get(name))
     least = extra.get("min_tokens")

@@ -18,7 +18,7 @@ from typing import Any
 from verl.utils.exit_codes import ExitCode
 from verl.utils.fs import write_atomic
 from verl.utils.py_functional import excerpt
-from verl.workers.rollout.base import Completion, Request, SamplingParams
+from verl.workers.rollout.base import Completion, PromptLogProbs, Request, SamplingParams
 
 _SAMPLING = [field.name for field in dataclasses.fields(SamplingParams)]
 _RULES = {
@@ -30,7 +30,7 @@ _RULES = {
     "object": "an object",
 }
 _KIND_OF = {
-    **dict.fromkeys(("max_tokens", "top_k", "first_token_top_k"), "integer"),
+    **dict.fromkeys(("max_tokens", "top_k", "first_token_top_k", "prompt_log_probs"), "integer"),
     **dict.fromkeys(("temperature", "top_p", "min_p", "repetition_penalty", "first_token_temperature"), "number"),
     **dict.fromkeys(("ignore_eos", "do_sample", "want_log_probs"), "flag"),
     **{"stop_token_ids": "ids", "banned_token_ids": "ids", "stop": "texts", "extra": "object"},
@@ -111,7 +111,7 @@ def _sampling_value(name: str, value: Any) -> Any:
         # JSON has integers that no float holds
         is_valid = is_valid and (value is None or not abs(value) > _LARGEST)
     elif kind == "integer":
-        is_valid = _is_number(value)
+        is_valid = _is_number(value) or (value is None and name == "prompt_log_probs")
     else:
         is_valid = isinstance(value, Mapping) if kind == "object" else value in (0, 1)
     if not is_valid:
@@ -130,11 +130,14 @@ def completion_to_json(completion: Completion, version: int | None) -> dict[str,
         "log_probs": completion.log_probs,
         "finish_reason": completion.finish_reason,
         "version": version if completion.version is None else completion.version,
+        **({"prompt_log_probs": vars(scored)} if (scored := completion.prompt_log_probs) is not None else {}),
     }
 
 
 def completion_from_json(body: Mapping[str, Any]) -> Completion:
-    return Completion(body["token_ids"], body["log_probs"], body["finish_reason"], body["version"])
+    scored = body.get("prompt_log_probs")
+    prompt = None if scored is None else PromptLogProbs(**scored)
+    return Completion(body["token_ids"], body["log_probs"], body["finish_reason"], body["version"], prompt)
 
 
 def token_ids(value: Any, name: str) -> list[int]:

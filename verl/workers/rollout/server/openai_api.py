@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, lru_cache, partial
 from typing import Any
 
 from aiohttp import web
@@ -33,6 +33,7 @@ from verl.workers.rollout.server.openai_format import (
     named_calls,
     new_id,
     parse_request,
+    prompt_logprobs,
     tool_calls_json,
 )
 
@@ -180,6 +181,11 @@ class OpenAIRoutes:
         first = self._num_unseeded
         return [derive_seed(self.server.seed, "unseeded", first + k) for k in range(count)]
 
+    @cached_property
+    def decode_token(self) -> Callable[[int], str]:
+        """The text of one token, remembered."""
+        return lru_cache(maxsize=1 << 20)(lambda token: self.tokenizer.decode([token]))
+
     def decode(self, token_ids: list[int]) -> str:
         return self.tokenizer.decode(token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
 
@@ -300,6 +306,9 @@ class _OpenAIResponse:
             choice["text"] = text
         if self.parsed.return_token_ids:
             choice["token_ids"] = part.token_ids
+        if part.prompt_log_probs is not None:
+            prompt = self.prompts[index // self.parsed.n]
+            choice["prompt_logprobs"] = prompt_logprobs(prompt, part.prompt_log_probs, self.routes.decode_token)
         if self.parsed.logprobs:
             tokens = [self.routes.tokenizer.decode([token]) for token in part.token_ids]
             log_probs = part.log_probs or []

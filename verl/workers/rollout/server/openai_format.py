@@ -8,11 +8,12 @@ from __future__ import annotations
 import json
 import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from verl.utils.py_functional import excerpt
+from verl.workers.rollout.base import PromptLogProbs
 from verl.workers.rollout.server.messages import refuse_unknown, token_ids
 
 # -- Requests --------------------------------------------------------------------------------------------------------
@@ -40,7 +41,9 @@ _COMMON = (
     *("model", "max_tokens", "n", "seed", "stop", "stop_token_ids", "stream", "stream_options", "logprobs"),
     *("return_token_ids", *_NUMBERS, *_EXTRA, *_IGNORED, *_DEFAULT_ONLY),
 )
-COMPLETION_FIELDS = ("prompt", *_COMMON)
+COMPLETION_FIELDS = ("prompt", "prompt_logprobs", *_COMMON)
+MOST_TOP_TOKENS = 1024
+"""Most likeliest tokens of each place of a prompt that a request may ask for."""
 CHAT_FIELDS = (
     *("messages", "max_completion_tokens", "chat_template_kwargs", "tools", "tool_choice", "parallel_tool_calls"),
     *_COMMON,
@@ -98,6 +101,8 @@ def parse_request(body: Any, is_chat: bool, model: str, allows_template: bool = 
         raise ValueError(
             f"logprobs={logprobs!r}: alternatives to sampled tokens are not reported. Use {'true' if is_chat else 0}."
         )
+    if body.get("stream") and body.get("prompt_logprobs") is not None:
+        raise ValueError("prompt_logprobs come with the whole answer: leave out stream.")
     tools, reads_tool_calls = _tools(body)
     return ParsedRequest(
         prompt=body.get("prompt"),
@@ -159,6 +164,9 @@ def _sampling(body: Mapping[str, Any]) -> dict[str, Any]:
     if not all(isinstance(text, str) and text for text in stop):
         raise ValueError(f"stop={body['stop']!r} must be a text or a list of texts, none of them empty.")
     given: dict[str, Any] = {"stop": stop} if stop else {}
+    scored = _integer(body, "prompt_logprobs", None, at_most=MOST_TOP_TOKENS)
+    if scored is not None:
+        given["prompt_log_probs"] = scored
     if body.get("stop_token_ids"):
         given["stop_token_ids"] = tuple(token_ids(body["stop_token_ids"], "stop_token_ids"))
     if extra := {name: body[name] for name in _EXTRA if body.get(name)}:
@@ -323,6 +331,25 @@ def assistant_message(content: str, calls: Sequence[Mapping[str, Any]] = (), is_
         message["content"] = content or None
         message["tool_calls"] = [{"index": i, **call} for i, call in enumerate(calls)] if is_chunk else list(calls)
     return message
+
+
+def prompt_logprobs(
+    prompt: Sequence[int], scored: PromptLogProbs, decode: Callable[[int], str]
+) -> list[dict[str, Any] | None]:
+    """Return a prompt's log-probs as vLLM's servers give them: of each token but the first {id: {logprob, rank,
+    decoded_token}}, of itself and of the likeliest ones. The rank of a token that is not among these is not known.
+    """
+    found: list[dict[str, Any] | None] = [None]
+    for token, own, ids, values in zip(prompt[1:], scored.log_probs, scored.top_ids, scored.top_log_probs, strict=True):
+        ranks = {i: (value, rank) for rank, (i, value) in enumerate(zip(ids, values, strict=True), 1)}
+        entries = {token: ranks.get(token, (own, None))} | ranks
+        found.append(
+            {
+                str(i): {"logprob": value, "rank": rank, "decoded_token": decode(i)}
+                for i, (value, rank) in entries.items()
+            }
+        )
+    return found
 
 
 def chat_logprobs(tokens: Sequence[str], log_probs: Sequence[float]) -> dict[str, Any]:

@@ -233,7 +233,7 @@ class Host:
     async def _generate(self, request_id: int, request: EngineRequest) -> None:
         """Generate a response in phases; each continues where the one before reached its length."""
         tokens, log_probs = self.generating[request_id]
-        reason = "length"
+        reason, prompt = "length", None
         try:
             for params in request.phases:
                 if request_id in self.aborted:
@@ -246,8 +246,11 @@ class Host:
                     sampling_params=params,
                     return_logprob=True,
                     rid=_name(request_id),
+                    **self._of_prompt(request, prompt),
                 )
                 info = output["meta_info"]
+                if request.prompt_log_probs is not None and prompt is None:
+                    prompt = info["input_token_logprobs"], info.get("input_top_logprobs") or []
                 tokens += output["output_ids"]
                 log_probs += [log_prob for log_prob, *_ in info["output_token_logprobs"]]
                 reason = info["finish_reason"]["type"]
@@ -257,7 +260,14 @@ class Host:
             reason = f"{type(error).__name__}: {error}"
         del self.generating[request_id]
         self.aborted.discard(request_id)
-        self.outgoing.submit(_send, self.connection, "ended", [(request_id, (tokens, log_probs, reason))])
+        self.outgoing.submit(_send, self.connection, "ended", [(request_id, (tokens, log_probs, reason, prompt))])
+
+    @staticmethod
+    def _of_prompt(request: EngineRequest, known: Any) -> dict[str, int]:
+        """Arguments that ask for the prompt's log-probs, once."""
+        if request.prompt_log_probs is None or known is not None:
+            return {}
+        return {"logprob_start_len": 0, "top_logprobs_num": request.prompt_log_probs}
 
     async def _abort(self, request_id: int) -> None:
         """Abort a request until it has ended: SGLang ignores an abort of a request it has not received yet."""

@@ -15,7 +15,14 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from verl.workers.rollout.base import Completion, Request, SamplingParams, check_log_probs, longest_response
+from verl.workers.rollout.base import (
+    Completion,
+    PromptLogProbs,
+    Request,
+    SamplingParams,
+    check_log_probs,
+    longest_response,
+)
 from verl.workers.rollout.sampling import _mix
 from verl.workers.rollout.vision import VisionRequest
 from verl.workers.rollout.vllm.setup import LOAD_FORMATS
@@ -168,6 +175,8 @@ class EngineRequest:
     """``sampling_params`` of each part the response is generated in."""
     image_data: list[dict[str, Any]] | None
     """All images of the prompt, as the model's processor gave them."""
+    prompt_log_probs: int | None = None
+    """As `SamplingParams.prompt_log_probs`."""
 
 
 def engine_request(
@@ -187,7 +196,8 @@ def engine_request(
         offsets = [(positions[end - n], positions[end - 1]) for end, n in zip(accumulate(sizes), sizes, strict=True)]
         media = {"format": "processor_output", "modality": "IMAGE", **request.vision.inputs, "offsets": offsets}
         images = [media]
-    return EngineRequest(list(request.prompt_ids), phases(request, max_model_len, stop_token_ids), images)
+    parts = phases(request, max_model_len, stop_token_ids)
+    return EngineRequest(list(request.prompt_ids), parts, images, request.sampling.prompt_log_probs)
 
 
 def needs_tokenizer(sampling: SamplingParams) -> str | None:
@@ -259,14 +269,21 @@ def _top_k(top_k: int, min_p: float) -> dict[str, Any]:
     return {"top_k": top_k if top_k > 1 else -1, "min_p": min_p}
 
 
-def completion(request: Request, output: tuple[list[int], list[float], Any]) -> Completion:
-    """A `Completion` from SGLang's output: tokens, log-probs, and the reason why it ended.
+def completion(request: Request, output: tuple) -> Completion:
+    """A `Completion` from SGLang's output: tokens, log-probs, the reason why it ended, and those of the prompt.
 
     Raises:
         FloatingPointError: a token was sampled from logits that are not finite.
     """
-    token_ids, log_probs, reason = output
+    token_ids, log_probs, reason, *scored = output
     if reason not in ("stop", "length", "abort"):
         raise RuntimeError(f"SGLang ended a request with finish_reason={reason!r}; see its log.")
     check_log_probs(log_probs)
-    return Completion(token_ids, log_probs if request.sampling.want_log_probs else None, reason)
+    prompt = None
+    if scored and scored[0] is not None:
+        own, top = scored[0]  # of the first token there is nothing
+        ids = [[token for _, token, *_ in place] for place in top[1:]]
+        values = [[value for value, *_ in place] for place in top[1:]]
+        empty: list[list] = [[] for _ in own[1:]]  # of no token it gives no lists
+        prompt = PromptLogProbs([value for value, *_ in own[1:]], ids or empty, values or empty)
+    return Completion(token_ids, log_probs if request.sampling.want_log_probs else None, reason, None, prompt)

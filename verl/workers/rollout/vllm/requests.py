@@ -7,7 +7,14 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from verl.workers.rollout.base import Completion, Request, SamplingParams, check_log_probs, longest_response
+from verl.workers.rollout.base import (
+    Completion,
+    PromptLogProbs,
+    Request,
+    SamplingParams,
+    check_log_probs,
+    longest_response,
+)
 from verl.workers.rollout.monitor import EngineMonitor
 
 _COLDEST = 0.01
@@ -30,6 +37,7 @@ def sampling_arguments(request: Request, max_model_len: int, stop_token_ids: set
         "ignore_eos": True,  # the model's end tokens are among ours; vLLM may know fewer or more
         "detokenize": False,
         "logprobs": 0 if sampling.want_log_probs else None,
+        "prompt_logprobs": sampling.prompt_log_probs,
     }
     if not sampling.ignore_eos:
         params["stop_token_ids"] = sorted(stop_token_ids | set(sampling.stop_token_ids))
@@ -112,6 +120,7 @@ class Running:
     request: Request
     token_ids: list[int] = field(default_factory=list)
     log_probs: list[float] = field(default_factory=list)
+    prompt: PromptLogProbs | None = None
 
     def add(self, output: Any) -> None:
         """Append the tokens of one of vLLM's outputs.
@@ -119,6 +128,8 @@ class Running:
         Raises:
             FloatingPointError: a log-probability is NaN.
         """
+        if self.prompt is None and self.request.sampling.prompt_log_probs is not None and output.prompt_logprobs:
+            self.prompt = _prompt_log_probs(self.request, output.prompt_logprobs)
         (sample,) = output.outputs
         tokens = list(sample.token_ids)
         if self.request.sampling.want_log_probs:
@@ -129,7 +140,22 @@ class Running:
 
     def completion(self, finish_reason: Literal["stop", "length", "abort"]) -> Completion:
         log_probs = list(self.log_probs) if self.request.sampling.want_log_probs else None
-        return Completion(list(self.token_ids), log_probs, finish_reason)
+        return Completion(list(self.token_ids), log_probs, finish_reason, prompt_log_probs=self.prompt)
+
+
+def _prompt_log_probs(request: Request, given: Any) -> PromptLogProbs:
+    """From vLLM's: for each token but the first a mapping of it and of the likeliest tokens to log-probs."""
+    k = request.sampling.prompt_log_probs or 0
+    log_probs: list[float] = []
+    ids: list[list[int]] = []
+    values: list[list[float]] = []
+    for token, entries in zip(request.prompt_ids[1:], given[1:], strict=True):
+        log_probs.append(entries[token].logprob)
+        # with the token itself there may be one more
+        top = sorted(((entry.logprob, i) for i, entry in entries.items()), key=lambda pair: -pair[0])[:k]
+        ids.append([i for _, i in top])
+        values.append([value for value, _ in top])
+    return PromptLogProbs(log_probs, ids, values)
 
 
 # -- vLLM's metrics: levels of its scheduler after each step, and its Prometheus counters ------------------------------

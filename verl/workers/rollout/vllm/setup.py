@@ -62,6 +62,7 @@ def engine_arguments(config: RolloutConfig, device: str, model_path: str, **deri
         "disable_log_stats": config.disable_log_stats,
         "load_format": "dummy" if dummy else LOAD_FORMATS.get(config.load_format, config.load_format),
         "logprobs_mode": "processed_logprobs",
+        "max_logprobs": -1,  # the likeliest tokens of a prompt are as many as a request says
         "seed": 0,
         **derived,
     }
