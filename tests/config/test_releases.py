@@ -117,7 +117,7 @@ def test_the_page_lists_what_is_not_built():
         (f"{A}.router_replay.mode=R3", "replay of expert routing"),
         (f"{A}.load_weight=false", "models with random weights"),
         (f"{A}.profiler.tool_config.torch.schedule.active=2", "profiles of parts of a call"),
-        ("actor_rollout_ref.teacher.server_ip=10.0.0.1", "a teacher behind a server"),
+        ("actor_rollout_ref.teacher.server_ip=10.0.0.1", "a teacher behind the servers of verl's recipe"),
         ("backend_config.transfer_queue.enable=true", "TransferQueue"),
     ],
 )

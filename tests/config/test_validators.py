@@ -42,7 +42,13 @@ BAD = {
     "an unknown key of a teacher": (
         [*TAUGHT, f"{DISTIL}.teacher_models.one.path=b"], "teacher_models.one.path is not an option"),
     "two teachers of the same rows": (TWO, "teacher_models.two.key=null is that of distillation.teacher_models.one"),
-    "teachers on devices of their own": ([*TAUGHT, f"{DISTIL}.nnodes=1"], "nodes that only teachers use: that is not"),
+    "a teacher elsewhere in the update": (
+        [*TAUGHT, f"{DISTIL}.nnodes=1", f"{LOSS}.loss_mode=jsd_full"], "nnodes=1 gives the teacher devices of its own"),
+    "forked teachers on two nodes": (
+        [*TAUGHT, f"{DISTIL}.nnodes=2", "trainer.controller=local"], "forked processes stay on one machine"),
+    "a size that the teachers' own ranks have not": (
+        [*TAUGHT, f"{DISTIL}.nnodes=1", f"{DISTIL}.n_gpus_per_node=2", f"{MODEL}.use_remove_padding=true",
+         f"{DISTIL}.teacher.ulysses_sequence_parallel_size=4"], "does not divide the 2 workers"),
     "a server without its protocol": ([*SERVED, f"{AT}=node:8000"], "server_urls=node:8000 is no URL"),
     "whole distributions by a server": ([*SERVED, f"{LOSS}.loss_mode=jsd_full"], "whole distributions do not travel"),
     "a server at another temperature": (

@@ -69,7 +69,7 @@ def run(task, folder, monkeypatch, steps=1, models=None, **settings):
     ],
     ids=lambda settings: settings[f"{LOSS}__loss_mode"],
 )
-def test_a_step_trains_with_each_kind_of_loss_and_a_served_teacher_causes_the_same(
+def test_a_step_trains_with_each_kind_of_loss_and_is_the_same_with_a_teacher_elsewhere(
     task, tmp_path, monkeypatch, settings, served
 ):
     [step] = run(task, tmp_path, monkeypatch, **settings)
@@ -77,9 +77,16 @@ def test_a_step_trains_with_each_kind_of_loss_and_a_served_teacher_causes_the_sa
     is_full = settings[f"{LOSS}__loss_mode"].endswith("full")
     assert ("timing_s/teacher" in step) == ("distill/kl" in step) == (not is_full)
     assert ("distill/topk_mass" in step) == (f"{LOSS}__topk" in settings)
-    if not is_full:
-        on_server = {f"{MODELS}__one__server_urls": served, f"{MODELS}__one__model_path": "null"}
-        [other] = run(task, tmp_path / "served", monkeypatch, **settings, **on_server)
+    elsewhere = {
+        "jsd_topk": {f"{MODELS}__one__server_urls": served, f"{MODELS}__one__model_path": "null"},
+        "k1": {
+            "distillation__nnodes": 1,
+            "distillation__n_gpus_per_node": 2,
+            "distillation__teacher__strategy": "fsdp2",
+        },
+    }.get(settings[f"{LOSS}__loss_mode"])
+    if elsewhere:
+        [other] = run(task, tmp_path / "elsewhere", monkeypatch, **settings, **elsewhere)
         same = [name for name in step if name.startswith(("actor/", "distill/", "critic/score"))]
         assert {name: other[name] for name in same} == pytest.approx({n: step[n] for n in same}, rel=1e-4, abs=1e-5)
 

@@ -87,7 +87,7 @@ class DistillationLossConfig(Config):
 
 @dataclass
 class TeacherConfig(FrozenModelConfig):
-    """The engine of the teachers, which take turns on the devices of training."""
+    """The engine of the teachers, which take turns on the devices of training, or on their own."""
 
 
 @dataclass
@@ -167,10 +167,10 @@ class DistillationConfig(Config):
     """The loss."""
 
     nnodes: int = option(0, at_least=0)
-    """Nodes of the teachers' own. 0: they take turns on the devices of training, which is the only way here."""
+    """Nodes that only teachers use. 0: they take turns with the policy on the devices of training."""
 
-    n_gpus_per_node: int = option(8, above=0, never_read="teachers take turns on the devices of training")
-    """Devices of each such node."""
+    n_gpus_per_node: int = option(8, read_if("nnodes"), above=0)
+    """Devices of each such node, over all of which each teacher is sharded."""
 
     def teachers(self, problems: list[Problem] | None = None) -> dict[str, TeacherModelConfig]:
         """Teachers by name, those of ``teacher_models`` that name a model or a server; what is wrong goes to

@@ -187,7 +187,9 @@ def _ranks(tree: dict, composed: Any, place: str) -> int | None:
     sharing = [f"{place}.ulysses_sequence_parallel_size"]  # options whose product is the ranks that share rows
     if _peek(tree, composed, f"{place}.strategy") == "megatron":
         sharing = [f"{place}.megatron.{name}_parallel_size" for name in ("tensor_model", "pipeline_model", "context")]
-    numbers = [_peek(tree, composed, key) for key in ("trainer.nnodes", "trainer.n_gpus_per_node", *sharing)]
+    has_own = place == "distillation.teacher" and _peek(tree, composed, "distillation.nnodes")
+    owner = "distillation" if has_own else "trainer"
+    numbers = [_peek(tree, composed, key) for key in (f"{owner}.nnodes", f"{owner}.n_gpus_per_node", *sharing)]
     if not all(isinstance(number, int) and number > 0 for number in numbers):
         return None
     nodes, per_node, *shared = numbers

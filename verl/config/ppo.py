@@ -9,7 +9,7 @@ from verl.config.algorithm import AlgorithmConfig
 from verl.config.base import Config, option, read_if, section
 from verl.config.critic import CriticConfig
 from verl.config.data import DataConfig
-from verl.config.distillation import DistillationConfig
+from verl.config.distillation import DistillationConfig, TeacherConfig
 from verl.config.env import EnvConfig
 from verl.config.profiler import GlobalProfilerConfig, ProfilePlan, ProfilerConfig, profile_plan
 from verl.config.reward import RewardFunctionConfig, RewardModelConfig
@@ -303,9 +303,26 @@ class PPOConfig(Config):
         """Processes that only sample, in addition to those of ``trainer``."""
         return 0 if self.actor_rollout_ref.hybrid_engine else sum(self.rollout_processes)
 
+    @property
+    def teacher_processes(self) -> list[int]:
+        """Processes that only teachers use, by node; none where they take turns with the policy."""
+        options = self.distillation
+        return [options.n_gpus_per_node] * options.nnodes if options.runs_teachers else []
+
+    @property
+    def processes_beside(self) -> dict[str, int]:
+        """Who -> processes in addition to those of ``trainer``."""
+        found = {"rollout": self.rollout_beside, "teachers": sum(self.teacher_processes)}
+        return {name: count for name, count in found.items() if count}
+
+    def world_size_of(self, role: Any) -> int:
+        """Workers of a role's section."""
+        own = sum(self.teacher_processes) if isinstance(role, TeacherConfig) else 0
+        return own or self.trainer.world_size
+
     def dp_size(self, role: Any) -> int:
         """Data-parallel ranks of a role's section (``actor``, ``ref``, ``critic`` or ``reward_model``)."""
         # at least 1: a size that does not divide the workers has an error of its own
         if role.strategy == "megatron":
-            return max(1, role.megatron.mesh(self.trainer.world_size).dp)
-        return max(1, self.trainer.world_size // role.ulysses_sequence_parallel_size)
+            return max(1, role.megatron.mesh(self.world_size_of(role)).dp)
+        return max(1, self.world_size_of(role) // role.ulysses_sequence_parallel_size)

@@ -85,16 +85,19 @@ def _workers(config: PPOConfig) -> Iterator[Number]:
     yield Number("workers", trainer.world_size, text, _WORLD)
     for key, section in models(config).items():
         # ranks that share a sequence are one data-parallel rank
+        world = config.world_size_of(section)
         dp, sp, option = (
             config.dp_size(section),
             f"{row_ranks(section)} to a sequence",
             "ulysses_sequence_parallel_size",
         )
         if section.strategy == "megatron":
-            sp, option = f"({section.megatron.mesh(trainer.world_size)})", "megatron.tensor_model_parallel_size"
-        text = f"{workers} / {sp} = {counted(dp, 'data-parallel rank')}; "
-        text += backend_of(section.strategy, trainer.device, trainer.world_size)
-        yield Number(f"{_NAMES[key]} dp", dp, text, (*_WORLD, f"{key}.{option}"))
+            sp, option = f"({section.megatron.mesh(world)})", "megatron.tensor_model_parallel_size"
+        text = f"{counted(world, 'worker')} / {sp} = {counted(dp, 'data-parallel rank')}; "
+        text += backend_of(section.strategy, trainer.device, world)
+        has_own = key == TEACHER and config.teacher_processes
+        sizes = ("distillation.nnodes", "distillation.n_gpus_per_node") if has_own else _WORLD
+        yield Number(f"{_NAMES[key]} dp", dp, text, (*sizes, f"{key}.{option}"))
     processes, (tp, pp) = sum(config.rollout_processes), _rollout_split(config)
     replicas = max(1, processes // (tp * pp))
     stages = f" x {pp} pipeline stages" if pp > 1 else ""
@@ -234,7 +237,9 @@ _LOGITS_CHUNK = {"cpu": 64 << 20, "cuda": 512 << 20}
 
 def memory_plan(config: PPOConfig, gpu_bytes: int | None = None) -> list[PhaseMemory]:
     """Return the bytes on one device (on a CPU: of one process) in each phase; empty without a local config.json."""
-    roles = {role.key: role for role in roles_memory(config)}
+    every = roles_memory(config)
+    apart = [role for role in every if role.key == TEACHER and config.teacher_processes]
+    roles = {role.key: role for role in every if role not in apart}
     actor = roles.get(ACTOR)
     if actor is None:
         return []
@@ -268,6 +273,13 @@ def memory_plan(config: PPOConfig, gpu_bytes: int | None = None) -> list[PhaseMe
         if shared.actor.checkpoint.async_save and device == "cpu":
             saved["copy to save"] = actor.weights + actor.optimizer
         phases.append(PhaseMemory("checkpoint", saved))
+    if apart:  # on other devices, one after the other; those that wait hold their weights, too
+        held = sum(0 if role.offloads_weights else role.weights for role in apart)
+        largest = max(apart, key=lambda role: role.weights)
+        rows = -(-config.prompts_per_update * shared.rollout.n // config.dp_size(config.distillation.teacher))
+        parts = {"teacher weights": max(held, largest.weights)}
+        parts |= _forward(config, largest, config.distillation.teacher.log_prob_split, rows, device)
+        phases.append(PhaseMemory("teachers apart", process | parts))
     return [phase._replace(way_out=_way_out(config, phase)) for phase in phases]
 
 
@@ -301,7 +313,9 @@ def _tokens(config: PPOConfig, role: RoleMemory, split: MicroBatching, rows: int
 def _logits(config: PPOConfig, role: RoleMemory, tokens: int, device: str, trains: bool) -> dict[str, int]:
     """Return the logits of the response tokens among ``tokens`` tokens of whole rows."""
     responses = tokens * config.actor_rollout_ref.rollout.response_length // longest_row(config)
-    return {"logits": logits(role.model, role.compute, responses, device, trains)} if role.key in (ACTOR, REF) else {}
+    if role.key not in (ACTOR, REF, TEACHER):
+        return {}
+    return {"logits": logits(role.model, role.compute, responses, device, trains)}
 
 
 def _forward(config: PPOConfig, role: RoleMemory, split: MicroBatching, rows: int, device: str) -> dict[str, int]:
@@ -459,7 +473,8 @@ def trained_parameters(config: PPOConfig, key: str, model: ModelShape) -> int:
 
 
 def _role(config: PPOConfig, key: str, place: str, model: ModelShape) -> RoleMemory:
-    section, sharding, world = get_path(config, key), get_path(config, place), config.trainer.world_size
+    section, sharding = get_path(config, key), get_path(config, place)
+    world = config.world_size_of(section)
     backend = backend_of(section.strategy, config.trainer.device, world)
     trained, numbers = trained_parameters(config, key, model), model.parameters
     compute = BYTES[sharding.compute_dtype]

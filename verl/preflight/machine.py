@@ -107,7 +107,7 @@ def runs_here(config: PPOConfig, machine: Machine) -> bool:
 
 def missing_devices(config: PPOConfig, machine: Machine) -> Iterator[Problem]:
     """Find devices that the configuration needs and this machine does not have."""
-    trainer, rollout_gpus = config.trainer, config.rollout_beside
+    trainer, beside = config.trainer, config.processes_beside
     count = cuda_devices() if trainer.device == "cuda" and runs_here(config, machine) else None
     if count is None:
         return
@@ -120,11 +120,12 @@ def missing_devices(config: PPOConfig, machine: Machine) -> Iterator[Problem]:
         )
     elif here > count:
         rule = f"={here}, and this machine has {count} CUDA devices. Lower it to that number"
-    elif here + rollout_gpus > count:
+    elif here + sum(beside.values()) > count:
+        others = " and ".join(f"the {number} of the {name}" for name, number in beside.items())
         rule = (
-            f"={here} and the rollout's {rollout_gpus} ({ROLLOUT}.nnodes x n_gpus_per_node) are more than the {count} "
+            f"={here} and {others} (nnodes x n_gpus_per_node of {ROLLOUT} or distillation) are more than the {count} "
             "CUDA devices of this machine. Lower one of them, or share devices with "
-            "actor_rollout_ref.hybrid_engine=true"
+            "actor_rollout_ref.hybrid_engine=true and distillation.nnodes=0"
         )
     if rule:
         yield Problem(key, f"{key}{rule}; to check a run on another machine, add --elsewhere.")

@@ -6,7 +6,7 @@ import gc
 import os
 import signal
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -77,10 +77,15 @@ def stop_on_signal(number: int, frame: Any) -> None:
     raise Terminated
 
 
-def check_device(trainer: TrainerConfig, rollout_devices: int = 0) -> None:
-    """Refuse devices this machine does not have, before anything is loaded; a disjoint rollout needs its own."""
+def check_device(trainer: TrainerConfig, beside: Mapping[str, int] | None = None) -> None:
+    """Refuse devices this machine does not have, before anything is loaded.
+
+    Args:
+        beside: who has devices of its own, and how many; as `PPOConfig.processes_beside`.
+    """
     from verl.utils.device import count_cuda_devices, cuda_problem
 
+    beside = beside or {}
     here = trainer.nnodes == 1 and not (trainer.controller == "ray" and "RAY_ADDRESS" in os.environ)
     if trainer.device == "cuda" and here:
         if problem := cuda_problem():
@@ -89,11 +94,13 @@ def check_device(trainer: TrainerConfig, rollout_devices: int = 0) -> None:
         if trainer.n_gpus_per_node > devices:
             text = f"trainer.n_gpus_per_node={trainer.n_gpus_per_node}, but this machine has {devices} CUDA devices. "
             raise ConfigError([f"{text}Lower it to that number."])
-        if trainer.n_gpus_per_node + rollout_devices > devices:
+        if trainer.n_gpus_per_node + sum(beside.values()) > devices:
+            others = " and ".join(f"the {count} of the {name}" for name, count in beside.items())
             text = (
-                f"trainer.n_gpus_per_node={trainer.n_gpus_per_node} and the rollout's {rollout_devices} "
-                f"(actor_rollout_ref.rollout.nnodes x n_gpus_per_node) are more than the {devices} CUDA devices of "
-                "this machine. Lower one of them, or share devices with actor_rollout_ref.hybrid_engine=true."
+                f"trainer.n_gpus_per_node={trainer.n_gpus_per_node} and {others} (nnodes x n_gpus_per_node of "
+                f"actor_rollout_ref.rollout or distillation) are more than the {devices} CUDA devices of this machine. "
+                "Lower one of them, or share devices with actor_rollout_ref.hybrid_engine=true and distillation.nnodes"
+                "=0."
             )
             raise ConfigError([text])
     if trainer.device == "cpu":

@@ -73,16 +73,6 @@ def servers_say_what_is_read(config: PPOConfig) -> Iterator[Problem]:
 
 
 @validator("error")
-def teachers_have_no_devices_of_their_own(config: PPOConfig) -> Iterator[Problem]:
-    if config.distillation.enabled and config.distillation.nnodes:
-        text = (
-            "asks for nodes that only teachers use: that is not built. They take turns on the devices of training; "
-            f"{TEACHER}.fsdp_config.param_offload=true keeps them in host memory between. Set it to 0."
-        )
-        yield problem(config, "distillation.nnodes", text)
-
-
-@validator("error")
 def estimate_has_the_gradient_that_is_meant(config: PPOConfig) -> Iterator[Problem]:
     loss, key = config.distillation.distillation_loss, f"{_LOSS}.loss_mode"
     if not config.distillation.enabled:
@@ -112,6 +102,12 @@ def full_divergence_has_one_model_to_compare_with(config: PPOConfig) -> Iterator
     if len(options.teachers()) > 1:
         text = "compares with one teacher in the update, and there are several. Use forward_kl_topk, or name one."
         yield problem(config, key, text, _MODELS)
+    if config.teacher_processes:
+        text = (
+            f"compares whole distributions in the update, which do not travel, and distillation.nnodes="
+            f"{options.nnodes} gives the teacher devices of its own. Use forward_kl_topk, or set it to 0."
+        )
+        yield problem(config, key, text, "distillation.nnodes")
     if config.compares_distributions:
         text = f"and {ACTOR}.kl_loss_type=full both compare whole distributions in the update. Use low_var_kl there."
         yield problem(config, key, text, f"{ACTOR}.kl_loss_type")
@@ -177,10 +173,10 @@ def distillation_options_unused(config: PPOConfig, is_given: IsGiven) -> Iterato
     if len(options.teachers()) < 2 and all(teacher.key is None for teacher in options.teachers().values()):
         yield from unused(config, ["distillation.teacher_key"], is_given, "there is one teacher, for all rows")
     if options.teachers() and not options.runs_teachers:
-        keys = list(given_below(TEACHER, config, is_given))
+        keys = [*given_below(TEACHER, config, is_given), "distillation.nnodes", "distillation.n_gpus_per_node"]
         yield from unused(config, keys, is_given, "all teachers are on server_urls")
     for name, teacher in options.teachers().items():
-        where = f"teachers score in the training engine of {TEACHER}, on the devices of training"
+        where = f"teachers score in the training engine of {TEACHER}"
         ignored = ["num_replicas", "inference"]
         if teacher.is_served:
             where = f"the teacher runs on {_MODELS}.{name}.server_urls"

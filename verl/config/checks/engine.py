@@ -38,11 +38,9 @@ contradictions(__name__, _CONTRADICTIONS)
 @validator("error")
 def sequence_parallel_size_divides_world_size(config: PPOConfig) -> Iterator[Problem]:
     for key, role in models(config).items():
-        if config.trainer.world_size % role.ulysses_sequence_parallel_size:
-            text = (
-                f"does not divide the {config.trainer.world_size} workers. Choose a divisor of "
-                f"{config.trainer.world_size}."
-            )
+        world = config.world_size_of(role)
+        if world % role.ulysses_sequence_parallel_size:
+            text = f"does not divide the {world} workers. Choose a divisor of {world}."
             yield problem(config, f"{key}.ulysses_sequence_parallel_size", text, "trainer.n_gpus_per_node")
 
 
@@ -62,9 +60,9 @@ def sequence_parallel_requires_remove_padding(config: PPOConfig) -> Iterator[Pro
 
 @validator("error")
 def fsdp_size_divides_world_size(config: PPOConfig) -> Iterator[Problem]:
-    world = config.trainer.world_size
     own = (f"{key}.fsdp_config" for key in (ACTOR, REF, TEACHER, "critic.model", f"{RM}.model"))
     for key in own:
+        world = config.world_size_of(get_path(config, key.rpartition(".")[0]))
         size = get_path(config, key).fsdp_size
         # more than there are workers means all of them
         if size == 0 or size < -1 or (size > 0 and world % min(size, world)):
@@ -114,10 +112,16 @@ def l2_coef_requires_whole_weights(config: PPOConfig) -> Iterator[Problem]:
 def local_strategy_requires_one_worker(config: PPOConfig) -> Iterator[Problem]:
     trainer = config.trainer
     for role in engine_roles(config):
-        if role.engine.is_one_process and trainer.world_size > 1:
+        world = config.world_size_of(role.section)
+        if role.engine.is_one_process and world > 1:
+            place = (
+                (trainer, "trainer")
+                if not config.teacher_processes or role.key != TEACHER
+                else (config.distillation, "distillation")
+            )
             text = (
-                f"runs in one process, but there are {trainer.world_size} workers (trainer.nnodes={trainer.nnodes} x "
-                f"trainer.n_gpus_per_node={trainer.n_gpus_per_node}). Use fsdp2, or one worker."
+                f"runs in one process, but there are {world} workers ({place[1]}.nnodes={place[0].nnodes} x "
+                f"{place[1]}.n_gpus_per_node={place[0].n_gpus_per_node}). Use fsdp2, or one worker."
             )
             yield problem(config, f"{role.key}.strategy", text, "trainer.n_gpus_per_node")
 
@@ -172,8 +176,8 @@ def zero_stage_1_bf16_cannot_offload(config: PPOConfig) -> Iterator[Problem]:
 
 @validator("error")
 def hpz_partition_size_divides_world_size(config: PPOConfig) -> Iterator[Problem]:
-    world = config.trainer.world_size
     for role in zero_roles(config):
+        world = config.world_size_of(role.section)
         if role.section.deepspeed.zero_stage == 3 and world % role.section.deepspeed.zero_hpz_partition_size:
             text = f"does not divide the {world} workers. Choose a divisor of {world}, usually those of one machine."
             yield problem(config, f"{role.key}.deepspeed.zero_hpz_partition_size", text, "trainer.n_gpus_per_node")

@@ -89,7 +89,7 @@ def megatron_roles(config: PPOConfig) -> list[EngineRole]:
 def megatron_mesh_divides_world_size(config: PPOConfig) -> Iterator[Problem]:
     trainer = config.trainer
     for role in megatron_roles(config):
-        mesh = role.section.megatron.mesh(trainer.world_size)
+        mesh = role.section.megatron.mesh(config.world_size_of(role.section))
         workers = (
             f"the {mesh.world} workers (trainer.nnodes={trainer.nnodes} x "
             f"trainer.n_gpus_per_node={trainer.n_gpus_per_node})"

@@ -22,6 +22,9 @@ _CONTRADICTIONS = {
     f"{ROLLOUT}.nnodes>1 with trainer.controller=local if actor_rollout_ref.hybrid_engine=false": (
         "forked processes stay on one machine. Use trainer.controller=ray."
     ),
+    "distillation.nnodes>1 with trainer.controller=local if distillation.enabled": (
+        "forked processes stay on one machine. Use trainer.controller=ray."
+    ),
     "trainer.val_only with data.val_files=null|[]|''": "nothing is there to validate. Name validation files.",
     "trainer.default_hdfs_dir with trainer.nnodes>1": (
         "only this machine's part of a checkpoint would be copied. Let trainer.default_local_dir be a folder that all "
@@ -213,9 +216,7 @@ def shuffle_unused_with_custom_sampler(config: PPOConfig, is_given: IsGiven) -> 
 
 @validator("warning")
 def worker_timeout_unused_with_one_local_worker(config: PPOConfig, is_given: IsGiven) -> Iterator[Problem]:
-    if not config.actor_rollout_ref.hybrid_engine:
-        return
-    if config.trainer.controller == "local" and config.trainer.world_size == 1:
+    if config.trainer.controller == "local" and config.trainer.world_size == 1 and not config.processes_beside:
         keys = ["trainer.worker_timeout", *given_below("trainer.deadlines", config, is_given)]
         yield from unused(config, keys, is_given, "the one worker runs in the driver's process")
 
@@ -225,7 +226,7 @@ def ray_init_unused_with_local_controller(config: PPOConfig, is_given: IsGiven) 
     if config.trainer.controller == "local":
         # env reaches forked workers as well
         keys = [key for key in given_below("ray_init", config, is_given) if key != "ray_init.env"]
-        if config.trainer.world_size == 1 and config.actor_rollout_ref.hybrid_engine:
+        if config.trainer.world_size == 1 and not config.processes_beside:
             keys.append("trainer.ray_wait_register_center_timeout")  # forked workers are waited for, too
         yield from unused(config, keys, is_given, "trainer.controller=local starts no Ray")
 

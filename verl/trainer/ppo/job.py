@@ -77,7 +77,8 @@ def _lines(trainer: RayPPOTrainer) -> Iterator[tuple[str, str]]:
     in_epochs = "" if isinstance(train, EnvGroupDataset) else f" ({epochs:.2g} epochs)"
     yield "run", f"{counted(steps, 'step')}{in_epochs}; {validation}, {checkpoint}"
     ranks = counted(keys.world_size, "rank")
-    apart = f" and {counted(config.rollout_beside, 'rank')} to sample" if config.rollout_beside else ""
+    what = {"rollout": "to sample", "teachers": "of teachers"}
+    apart = "".join(f" and {counted(count, 'rank')} {what[name]}" for name, count in config.processes_beside.items())
     sp = shared.actor.ulysses_sequence_parallel_size
     ranks += f", {sp} to a sequence" if sp > 1 else ""
     strategy = shared.actor.strategy
@@ -157,7 +158,7 @@ class PPOJob:
         start = time.monotonic()
         with no_collection():
             self.check()
-            check_device(self.config.trainer, self.config.rollout_beside)
+            check_device(self.config.trainer, self.config.processes_beside)
             self.import_users_modules()
             trainer = self.build_trainer()
         report = None

@@ -122,6 +122,9 @@ GLOBAL_POOL = "global_pool"
 ROLLOUT_POOL = "rollout_pool"
 
 
+TEACHER_POOL = "teacher_pool"
+
+
 @dataclass
 class ResourcePoolManager:
     """Pools by name, and the pool each role runs on.
@@ -184,13 +187,16 @@ def default_roles(config: Any) -> dict[Role, type]:
 
 
 def default_pools(config: Any, roles: Mapping[Role, type]) -> ResourcePoolManager:
-    """One pool of all devices, shared by all roles; a rollout apart from the actor has a pool of its own."""
+    """One pool of all devices, shared by all roles; a rollout or teachers with devices of their own have one each."""
     config = typed_config(config)
     spec = {GLOBAL_POOL: [config.trainer.n_gpus_per_node] * config.trainer.nnodes}
     mapping = dict.fromkeys(roles, GLOBAL_POOL)
     if Role.Rollout in roles:
         spec[ROLLOUT_POOL] = config.rollout_processes
         mapping[Role.Rollout] = ROLLOUT_POOL
+    if Role.Teacher in roles and config.teacher_processes:
+        spec[TEACHER_POOL] = config.teacher_processes
+        mapping[Role.Teacher] = TEACHER_POOL
     return ResourcePoolManager(resource_pool_spec=spec, mapping=mapping)
 
 

@@ -94,6 +94,7 @@ def replay_config(folder: Path, about: dict[str, Any], scratch: str, changes: di
             "algorithm.filter_groups.enable": False,
             "reward_model.launch_reward_fn_async": False,
             "actor_rollout_ref.hybrid_engine": True,
+            "distillation.nnodes": 0,
             f"{_ROLLOUT}.name": "hf",  # never awake: the rows are there
             f"{_ROLLOUT}.mode": "sync",
             f"{_ROLLOUT}.async_ratio": 0,
