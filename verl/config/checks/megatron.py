@@ -196,6 +196,13 @@ def not_built_on_megatron(config: PPOConfig) -> Iterator[Problem]:
         ]  # fmt: skip
     for key, section in ((ACTOR, actor), ("critic", config.critic)):
         if key in keys:
+            rows.append(
+                (
+                    f"{key}.checkpoint.async_save",
+                    section.checkpoint.async_save,
+                    ("its checkpoints are written by all ranks together, while training waits. Set it to false"),
+                )
+            )
             other = section.optim.optimizer != "AdamW"
             rows.append((f"{key}.optim.optimizer", other, "its optimizer is AdamW. Use that"))
     for key, is_on, text in rows:

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from functools import cached_property
 from importlib.util import find_spec
+from inspect import signature
 from pathlib import Path
 from types import MethodType
 from typing import Any, Literal, NamedTuple
@@ -47,6 +48,17 @@ _OWN_LAYERS = {
     "attention_softmax_in_fp32": True, "transformer_impl": "local",
 }  # fmt: skip
 """Entries of ``TransformerConfig`` without Transformer Engine's kernels."""
+
+_NOT_BUILT: dict[str, tuple[tuple[Any, ...], str]] = {
+    "moe_router_load_balancing_type": (("none", None), "there is no auxiliary loss of experts"),
+    "moe_z_loss_coeff": ((None, 0), "there is no auxiliary loss of experts"),
+    "mtp_num_layers": ((None, 0), "heads that predict several tokens are not trained"),
+    "hidden_dropout": ((0.0,), "dropout is the model's, by model.override_config"),
+    "attention_dropout": ((0.0,), "dropout is the model's, by model.override_config"),
+    "cuda_graph_impl": (("none", None), "graphs would hold the pointers of weights that are offloaded"),
+    "enable_cuda_graph": ((False, None), "graphs would hold the pointers of weights that are offloaded"),
+}
+"""Entry of ``TransformerConfig`` -> its values that work, the first of them the default, and why others do not."""
 
 _EMBEDDING, _OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
 
@@ -245,6 +257,14 @@ def build(
     if unknown:
         raise ValueError(
             f"override_transformer_config.{unknown[0]} is no entry of megatron-core's TransformerConfig: leave it out"
+        )
+    for name, (works, reason) in _NOT_BUILT.items():
+        if (overrides or {}).get(name, works[0]) not in works:
+            raise ValueError(f"override_transformer_config.{name}={overrides[name]!r}: {reason}. Leave it out")
+    known = set(signature(GPTModel.__init__).parameters) - {"self"}
+    if unknown := sorted(set(model_overrides or {}) - known):
+        raise ValueError(
+            f"override_mcore_model_config.{unknown[0]} is no argument of megatron-core's GPTModel: leave it out"
         )
     own = {} if HAS_TRANSFORMER_ENGINE else _OWN_LAYERS
     bridge = _bridge_class(config.model_type)(_plain(config), dtype=dtype)

@@ -142,6 +142,7 @@ def load(
             "folder with metadata.json"
         )
     state = sharded_state(model, optimizer, parts, is_loading=True, prefix=prefix)
+    new_head = _take_new_head(state, model, folder, prefix)
     try:
         state = dist_checkpointing.load(state, str(folder))
     except (CheckpointingException, KeyError) as error:
@@ -151,11 +152,26 @@ def load(
         ) from error
     if "model" in parts:
         for name, piece in zip(_piece_names(model), model.plain_pieces, strict=True):
-            piece.load_state_dict({key.removeprefix(prefix): value for key, value in state[name].items()})
+            weights = {key.removeprefix(prefix): value for key, value in state[name].items()}
+            piece.load_state_dict(weights, strict=not new_head)
     if "optimizer" in parts:
         _load_optimizer(optimizer, state["optimizer"])
     elif optimizer is not None:
         optimizer.reload_model_params()
+
+
+def _take_new_head(state: dict[str, Any], model: MegatronModel, folder: Path, prefix: str) -> bool:
+    """Leave out of ``state`` the head of a critic that starts from a language model; returns whether it was there."""
+    if model.head == "lm" or "optimizer" in state:
+        return False
+    saved, found = dist_checkpointing.load_tensors_metadata(str(folder)), False
+    for weights in (state[name] for name in _piece_names(model) if name in state):
+        for name in [name for name in weights if name.startswith(f"{prefix}output_layer.")]:
+            same = saved.get(weights[name].key)
+            if same is None or tuple(same.global_shape) != tuple(weights[name].global_shape):
+                del weights[name]
+                found = True
+    return found
 
 
 def _load_optimizer(optimizer: Any, state: dict[Any, Any]) -> None:
