@@ -77,16 +77,16 @@ def test_a_step_trains_with_each_kind_of_loss_and_is_the_same_with_a_teacher_els
     is_full = settings[f"{LOSS}__loss_mode"].endswith("full")
     assert ("timing_s/teacher" in step) == ("distill/kl" in step) == (not is_full)
     assert ("distill/topk_mass" in step) == (f"{LOSS}__topk" in settings)
+    apart = {"distillation__nnodes": 1}
     elsewhere = {
-        "jsd_topk": {f"{MODELS}__one__server_urls": served, f"{MODELS}__one__model_path": "null"},
-        "k1": {
-            "distillation__nnodes": 1,
-            "distillation__n_gpus_per_node": 2,
-            "distillation__teacher__strategy": "fsdp2",
-        },
-    }.get(settings[f"{LOSS}__loss_mode"])
-    if elsewhere:
-        [other] = run(task, tmp_path / "elsewhere", monkeypatch, **settings, **elsewhere)
+        "jsd_topk": [
+            {f"{MODELS}__one__server_urls": served, f"{MODELS}__one__model_path": "null"},
+            {**apart, "distillation__n_gpus_per_node": 1, f"{MODELS}__one__inference__dtype": "float32"},
+        ],
+        "k1": [{**apart, "distillation__n_gpus_per_node": 2, "distillation__teacher__strategy": "fsdp2"}],
+    }.get(settings[f"{LOSS}__loss_mode"], [])
+    for number, place in enumerate(elsewhere):
+        [other] = run(task, tmp_path / str(number), monkeypatch, **settings, **place)
         same = [name for name in step if name.startswith(("actor/", "distill/", "critic/score"))]
         assert {name: other[name] for name in same} == pytest.approx({n: step[n] for n in same}, rel=1e-4, abs=1e-5)
 

@@ -117,6 +117,10 @@ def test_what_no_further_try_would_change_is_refused_at_once(monkeypatch):
         with pytest.raises(ValueError, match=r"refuses a text of 4 tokens with 3 .* max allowed: 2.*--max-logprobs"):
             score(teacher(url))
         assert len(asked) == 1
+    other = lambda body: sglang({**body, "input_ids": [9] * len(body["input_ids"])})  # noqa: E731
+    with serving(other, "sglang") as (url, asked):
+        with pytest.raises(TeacherServerError, match="scored the token 9 in place of 7"):
+            score(teacher(url))
     with serving(lambda body: {"text": "hello"}) as (url, asked):
         with pytest.raises(TeacherServerError, match=r"answered as no server of kind 'vllm' does .*Set .*\.server to"):
             score(teacher(url))
@@ -132,7 +136,7 @@ def test_other_tokens_at_the_server_are_named_before_training():
     with serving(lambda body: vllm(body, text=lambda token: tokenizer.decode([token]))) as (url, bodies):
         teacher(url).check(tokenizer)
         probed = {token for _, body in bodies for token in body["prompt"]}
-        assert {*tokenizer.all_special_ids, max(tokenizer.get_vocab().values())} <= probed
+        assert {*tokenizer.all_special_ids, max(tokenizer.get_vocab().values()) - 1} <= probed
     with serving(lambda body: vllm(body, text=lambda token: tokenizer.decode([token + 1]))) as (url, _):
         with pytest.raises(ValueError, match=r"the token \d+ is .* there and .* in the policy's tokenizer"):
             teacher(url).check(tokenizer)

@@ -5,6 +5,7 @@ from typing import Any, Literal
 
 from verl.config.actor import FrozenModelConfig
 from verl.config.base import Config, Problem, option, plain, read_if, section
+from verl.config.rollout import RolloutConfig
 from verl.config.tree import build
 
 DistillationMode = Literal[
@@ -16,6 +17,12 @@ DistillationMode = Literal[
 of KL(policy || teacher) from the sampled tokens."""
 
 _PG = read_if("use_policy_gradient")
+
+_UNREAD_INFERENCE = (
+    "cudagraph_capture_sizes", "data_parallel_size", "enable_prefix_caching", "expert_parallel_size",
+    "skip_tokenizer_init",
+)  # fmt: skip
+"""Names that verl's releases have in ``inference`` and that change nothing here."""
 
 
 @dataclass
@@ -128,7 +135,10 @@ class TeacherModelConfig(Config):
     """Has no effect: each teacher is sharded over all devices of training, or on ``server_urls``."""
 
     inference: dict[str, Any] = option({})
-    """Has no effect: teachers run in the training engine of ``distillation.teacher``, or on ``server_urls``."""
+    """With ``distillation.nnodes``: run it in a rollout engine instead of the training engine of
+    ``distillation.teacher``; keys of ``actor_rollout_ref.rollout`` such as name, tensor_model_parallel_size, dtype,
+    gpu_memory_utilization, max_num_batched_tokens, engine_kwargs. Name, dtype and lengths follow the policy's rollout.
+    Empty: the training engine."""
 
     @property
     def urls(self) -> list[str]:
@@ -139,6 +149,32 @@ class TeacherModelConfig(Config):
     def is_served(self) -> bool:
         """Does it run behind servers?"""
         return bool(self.server_urls)
+
+    def rollout(self, policy: RolloutConfig, key: str = "inference", problems: list[Problem] | None = None) -> Any:
+        """Options of the rollout engine of ``inference``, a RolloutConfig; what is wrong goes to ``problems``.
+
+        Args:
+            policy: ``actor_rollout_ref.rollout``.
+        """
+        # an engine makes at least one token of its own
+        longest = (policy.max_model_len or policy.prompt_length + policy.response_length) + 1
+        base = RolloutConfig(
+            name=policy.name,
+            dtype=policy.dtype,
+            prompt_length=policy.prompt_length,
+            response_length=policy.response_length,
+            max_model_len=longest,
+            load_format="auto",
+            free_cache_engine=False,
+            tensor_model_parallel_size=1,
+            temperature=1.0,
+        )
+        given = {
+            name: value
+            for name, value in plain(self.inference).items()
+            if name not in _UNREAD_INFERENCE and not (name == "max_model_len" and value is None)
+        }
+        return build(base, given, key, [] if problems is None else problems)
 
 
 @dataclass
@@ -186,6 +222,19 @@ class DistillationConfig(Config):
             if made.model_path or made.is_served:
                 found[name] = made
         return found
+
+    @property
+    def in_rollout_engines(self) -> dict[str, TeacherModelConfig]:
+        """Teachers that run in rollout engines, on devices of their own."""
+        has_own = self.enabled and self.nnodes
+        return {name: one for name, one in self.teachers().items() if has_own and one.inference and not one.is_served}
+
+    @property
+    def uses_training_engine(self) -> bool:
+        """Does a teacher run in the training engine of ``teacher``?"""
+        return self.runs_teachers and any(
+            not one.is_served and name not in self.in_rollout_engines for name, one in self.teachers().items()
+        )
 
     @property
     def runs_teachers(self) -> bool:

@@ -1,25 +1,32 @@
 """The teachers' worker: models larger or better than the policy that score its responses, one or several in turn.
 
-A teacher runs in a training engine of the worker, or behind servers that the worker asks for its rows.
+A teacher runs in a training engine of the worker, in a rollout engine on devices of its own, or behind servers that the
+worker asks for its rows.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import numpy as np
 import torch
 
 from verl.algorithms.losses.distillation import TEACHER_LOG_PROBS, TOP_IDS, TOP_LOG_PROBS
-from verl.config.distillation import DistillationConfig
+from verl.config.distillation import DistillationConfig, TeacherModelConfig
 from verl.models.distributions import TopTokens
 from verl.models.loader import load_config
 from verl.protocol import DataProto
 from verl.single_controller.base.decorator import Dispatch, register
 from verl.utils.distributed import get_rank
+from verl.utils.fs import copy_to_local
 from verl.utils.process import no_collection
 from verl.workers.engine import Engine, Want
 from verl.workers.model_worker import MADE, HybridWorker, model_spec
 from verl.workers.roles import TOKENS
-from verl.workers.teacher_server import ServedTeacher
+from verl.workers.rollout import get_rollout_class
+from verl.workers.rollout.base import Request, RolloutEngine, SamplingParams
+from verl.workers.rollout.monitor import engine_phase
+from verl.workers.teacher_server import ServedTeacher, TokenLogProbs, token_log_probs
 
 TEACHER_INDEX = "teacher_index"
 """Column (B,) int64: which teacher scores a row, by its place in ``distillation.teacher_models``."""
@@ -36,7 +43,9 @@ class TeacherWorker(HybridWorker):
     policy_vocab: int
     """Outputs of the policy's last layer."""
     served: dict[str, ServedTeacher]
-    """Teachers on servers; the others are in ``teachers``."""
+    """Teachers on servers."""
+    rollouts: dict[str, RolloutEngine]
+    """Teachers in rollout engines; those in training engines are in ``teachers``."""
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def init_model(self) -> None:
@@ -45,16 +54,20 @@ class TeacherWorker(HybridWorker):
         with no_collection(), self.ledger.phase("start"):
             self.start_process()
             teachers: dict[str, Engine] = {}
-            self.served = {}
+            self.served, self.rollouts = {}, {}
             for name, teacher in options.teachers().items():
                 if teacher.is_served:
                     self.served[name] = ServedTeacher(name, teacher)
+                    continue
+                if name in options.in_rollout_engines:
+                    self.rollouts[name] = self.rollout_engine(teacher)
                     continue
                 mesh = None if teachers else "teacher"  # the place of all is that of the first
                 teachers[name] = self.frozen_model(options.teacher, mesh, path=teacher.model_path, is_policy=False)
             self.teachers = teachers
             if not teachers:
-                self._register_dispatch_collect_info("teacher", dp_rank=get_rank(), is_collect=True)
+                rank, size = get_rank(), max((one.tensor_parallel_size for one in self.rollouts.values()), default=1)
+                self._register_dispatch_collect_info("teacher", dp_rank=rank // size, is_collect=rank % size == 0)
         policy = load_config(model_spec(self.config.model, options.teacher.sharding, "lm"))
         self.policy_vocab = policy.get_text_config(decoder=True).vocab_size
 
@@ -80,7 +93,7 @@ class TeacherWorker(HybridWorker):
                     # every rank takes part, also one without rows: sharded weights are gathered by all together
                     part = self._scored(name, self.teachers[name], part)
                 elif len(rows):
-                    part = self._asked(self.served[name], part)
+                    part = self._elsewhere(name, part)
                 if len(rows):
                     parts.append(part)
                     order.append(rows)
@@ -111,21 +124,63 @@ class TeacherWorker(HybridWorker):
     @property
     def top_k(self) -> int:
         """Likeliest tokens of each place that are compared, of all teachers the same number; 0: none."""
-        loss = self.distillation.distillation_loss
-        sizes = (self.policy_vocab, *(one.vocab_size for one in self.teachers.values()))
+        loss, sizes = self.distillation.distillation_loss, [self.policy_vocab]
+        sizes += [engine.vocab_size for engine in self.teachers.values()]
+        sizes += [rollout.vocab_size or self.policy_vocab for rollout in self.rollouts.values()]
         return min(loss.topk, *sizes) if loss.is_topk else 0
 
-    def _asked(self, teacher: ServedTeacher, data: DataProto) -> DataProto:
-        """The columns of a teacher on servers, for its rows."""
+    def rollout_engine(self, teacher: TeacherModelConfig) -> RolloutEngine:
+        """The engine of a teacher with ``inference``, with its weights."""
+        model, options = self.config.model, teacher.rollout(self.config.rollout)
+        path = copy_to_local(teacher.model_path, use_shm=model.use_shm)
+        with engine_phase(options.name, "start"):
+            return get_rollout_class(options.name)(path, options, self.device, model.trust_remote_code)
+
+    def _elsewhere(self, name: str, data: DataProto) -> DataProto:
+        """The columns of a teacher on servers, or in a rollout engine, for its rows."""
         if any(data.non_tensor_batch.get(MADE, ())):
             raise ValueError(
-                f"{teacher.key}.server_urls: rows with images cannot be scored by a server. Give a model_path alone."
+                f"distillation.teacher_models.{name}: rows with images are scored by teachers in the training engine "
+                "alone. Give a model_path, and neither server_urls nor inference."
             )
-        responses = data.ragged("responses")
+        responses, k, vocab = data.ragged("responses"), self.top_k, self.policy_vocab
         texts = [row.tolist() for row in data.ragged("input_ids").rows()]
-        found = teacher.score(texts, responses.layout.lengths.tolist(), self.top_k, self.policy_vocab)
+        counts = responses.layout.lengths.tolist()
+        if name in self.served:
+            found = self.served[name].score(texts, counts, k, vocab)
+        else:
+            found = _read(name, self.rollouts[name], texts, counts, k, vocab)
         columns = {TEACHER_LOG_PROBS: np.concatenate([one.own for one in found])}
-        if self.top_k:
+        if k:
             columns |= {TOP_LOG_PROBS: np.concatenate([one.top for one in found])}
             columns |= {TOP_IDS: np.concatenate([one.top_ids for one in found])}
-        return DataProto.from_ragged({name: responses.like(torch.from_numpy(one)) for name, one in columns.items()})
+        return DataProto.from_ragged({column: responses.like(torch.from_numpy(one)) for column, one in columns.items()})
+
+
+def _read(
+    name: str, engine: RolloutEngine, texts: Sequence[Sequence[int]], counts: Sequence[int], k: int, vocab: int
+) -> list[TokenLogProbs]:
+    """As `ServedTeacher.score`, by a rollout engine of this process."""
+    # a padded vocabulary ends later than the policy's: its tokens are left out, and others take their place
+    more = min(128, max(0, (engine.vocab_size or vocab) - vocab)) if k else 0
+    sampling = SamplingParams(1, do_sample=False, prompt_log_probs=k + more)
+    assert engine.version is not None, "it has read its weights"
+    completions = engine.generate([Request(tuple(ids), sampling) for ids in texts], engine.version)
+    found = []
+    for ids, count, completion in zip(texts, counts, completions, strict=True):
+        scored = completion.prompt_log_probs
+        assert scored is not None, "the request asks for them"
+        places = []
+        for place in range(len(ids) - 1 - count, len(ids) - 1):
+            top = zip(scored.top_ids[place], scored.top_log_probs[place], strict=True)
+            own = {ids[place + 1]: (scored.log_probs[place], None)}
+            places.append(own | {token: (value, None) for token, value in top})
+        one = token_log_probs(places, k, vocab)
+        if one is None:
+            raise ValueError(
+                f"distillation.teacher_models.{name}: of a text of {len(ids)} tokens fewer than {k} of the likeliest "
+                f"{k + more} tokens are below {vocab}, where the policy's vocabulary ends. Lower "
+                "distillation.distillation_loss.topk."
+            )
+        found.append(one._replace(top_ids=one.top_ids.reshape(count, k), top=one.top.reshape(count, k)))
+    return found

@@ -81,14 +81,14 @@ class _Api(NamedTuple):
         if self.kind == "sglang":
             info = answer["meta_info"]
             own, top = info["input_token_logprobs"][-count:], (info.get("input_top_logprobs") or [])[-count:]
-            for place, (value, token, text) in enumerate(own):
+            for place, (token, (value, named, text)) in enumerate(zip(ids[-count:], own, strict=True)):
+                if named not in (token, 0):  # what it calls the last token of the vocabulary
+                    raise ValueError(f"it scored the token {named} in place of {token}")
                 found.append({token: (value, text)} | {i: (v, t) for v, i, t in (top[place] if top else ())})
         else:
             for token, place in zip(ids[-count:], answer["choices"][0]["prompt_logprobs"][-count:], strict=True):
                 entries = {int(i): (entry["logprob"], entry.get("decoded_token")) for i, entry in place.items()}
                 found.append({token: entries.pop(token)} | entries)
-        if [next(iter(place)) for place in found] != list(ids[-count:]):
-            raise ValueError("it scored other tokens than were sent")
         return found
 
 
@@ -120,7 +120,7 @@ class ServedTeacher:
             # a padded vocabulary ends later than the policy's: its tokens are left out, and others take their place
             for more in (0, 8, 128):
                 places = await self._ask(session, number, ids, count, k + more if k else 0)
-                if (found := _arrays(places, k, vocab)) is not None:
+                if (found := token_log_probs(places, k, vocab)) is not None:
                     return found
             raise TeacherServerError(
                 f"{self.key}.server_urls: of a text of {len(ids)} tokens the server named fewer than {k} likeliest "
@@ -275,8 +275,11 @@ def _message(content: bytes) -> str:
     return excerpt(str(found), 300)
 
 
-def _arrays(places: Sequence[Mapping[int, tuple[float, Any]]], k: int, vocab: int) -> TokenLogProbs | None:
-    """None: a place has fewer than ``k`` tokens below ``vocab``."""
+def token_log_probs(places: Sequence[Mapping[int, tuple[float, Any]]], k: int, vocab: int) -> TokenLogProbs | None:
+    """Join mappings of a text's token, and then of the likeliest ones, to (log-prob, ...).
+
+    None: a place has fewer than ``k`` tokens below ``vocab``.
+    """
     own = np.array([next(iter(place.values()))[0] for place in places], np.float32)
     ids, values = np.zeros((len(places), k), np.int32), np.zeros((len(places), k), np.float32)
     for number, place in enumerate(places if k else ()):
@@ -292,4 +295,5 @@ def _probe_ids(tokenizer: Any) -> list[int]:
     ids = sorted(set(tokenizer.get_vocab().values()))
     special = sorted(tokenizer.all_special_ids)[: _PROBES // 4]
     step = max(1, len(ids) // (_PROBES - len(special)))
-    return list(dict.fromkeys([*special, *ids[::step], ids[-1]]))
+    # without the last one, of which SGLang gives the text of token 0
+    return [token for token in dict.fromkeys([*special, *ids[::step], *ids[-2:]]) if token != ids[-1]]

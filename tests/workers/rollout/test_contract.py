@@ -133,7 +133,7 @@ def test_log_probs_are_those_of_the_distribution_that_was_sampled(family, ready,
 
 
 def check_served_as_a_teacher(rollout, prompts, k=5):
-    """A teacher on a server with this engine gives the columns that it gives in a training engine."""
+    """A teacher in this engine, or on a server with it, gives the columns that it gives in a training engine."""
     folder = rollout.spec.folder
     config = ActorRolloutRefConfig().with_values({"model.path": folder})
     server = RolloutServer(rollout, 1, tokenizer=hf_tokenizer(folder))
@@ -158,10 +158,13 @@ def check_served_as_a_teacher(rollout, prompts, k=5):
         ServedTeacher("served", TeacherModelConfig(**entries["served"])).check(server.tokenizer)
     finally:
         server.stop()
-    for column in (TEACHER_LOG_PROBS, TOP_LOG_PROBS):
-        one, other = (found[name].ragged(column).values for name in entries)
-        torch.testing.assert_close(one, other, atol=1e-4, rtol=0)
-    assert torch.equal(*(found[name].ragged(TOP_IDS).values for name in entries))
+    worker.served, worker.rollouts = {}, {"served": rollout}
+    found["in the worker"] = worker.compute_teacher_log_prob(data)
+    expected = found.pop("local")
+    for other in found.values():
+        for column in (TEACHER_LOG_PROBS, TOP_LOG_PROBS):
+            torch.testing.assert_close(other.ragged(column).values, expected.ragged(column).values, atol=1e-4, rtol=0)
+        assert torch.equal(other.ragged(TOP_IDS).values, expected.ragged(TOP_IDS).values)
 
 
 def test_prompts_are_scored_under_the_model_itself_with_their_likeliest_tokens(ready, reference):

@@ -144,7 +144,7 @@ def scoring_roles(config: PPOConfig) -> Iterator[tuple[str, str, bool, int]]:
         for kind in ("ppo", "forward"):
             budget = f"critic.{kind}_max_token_len_per_gpu"
             yield f"critic.{kind}_micro_batch_size", budget, config.critic.use_dynamic_bsz, ranks
-    if config.distillation.runs_teachers and not config.distillation.distillation_loss.is_full:
+    if config.distillation.uses_training_engine and not config.distillation.distillation_loss.is_full:
         teacher = config.distillation.teacher
         dynamic, ranks = teacher.log_prob_use_dynamic_bsz, config.dp_size(teacher)
         yield f"{TEACHER}.{log_probs[0]}", f"{TEACHER}.{log_probs[1]}", dynamic, ranks
@@ -160,7 +160,7 @@ def models(config: PPOConfig) -> dict[str, Role]:
     sections |= {REF: shared.ref} if config.uses_reference else {}
     sections |= {"critic": config.critic} if config.uses_critic else {}
     sections |= {"reward_model": config.reward_model} if config.reward_model.enable else {}
-    sections |= {TEACHER: config.distillation.teacher} if config.distillation.runs_teachers else {}
+    sections |= {TEACHER: config.distillation.teacher} if config.distillation.uses_training_engine else {}
     return sections
 
 

@@ -73,6 +73,39 @@ def servers_say_what_is_read(config: PPOConfig) -> Iterator[Problem]:
 
 
 @validator("error")
+def rollout_engines_of_teachers_fit(config: PPOConfig) -> Iterator[Problem]:
+    options, policy = config.distillation, config.actor_rollout_ref.rollout
+    sizes: dict[str, int] = {}
+    shares = 0.0
+    for name, teacher in options.in_rollout_engines.items():
+        key = f"{_MODELS}.{name}.inference"
+        problems: list[Problem] = []
+        found = teacher.rollout(policy, key, problems)
+        yield from problems
+        sizes[name] = size = found.tensor_model_parallel_size
+        shares += found.gpu_memory_utilization
+        workers = sum(config.teacher_processes)
+        if workers % size:
+            text = f"{key}.tensor_model_parallel_size={size} does not divide the {workers} workers of distillation."
+            yield Problem(_MODELS, f"{text}nnodes x n_gpus_per_node. Choose a divisor.", ("distillation.nnodes",))
+        if found.temperature != 1 or (options.temperature or policy.temperature) != 1:
+            text = f"{key} with another temperature than 1: rollout engines give log-probs of the logits as they are. "
+            text += "Set distillation.temperature=1, or leave inference out."
+            yield Problem(_MODELS, text, ("distillation.temperature",))
+        if found.load_format.startswith("dummy"):
+            yield Problem(_MODELS, f"{key}.load_format={found.load_format} would not read the teacher's weights.")
+    if len(set(sizes.values())) > 1 or (sizes and options.uses_training_engine):
+        text = (
+            f"{_MODELS} differ in inference.tensor_model_parallel_size, or some have no inference: teachers divide the "
+            "rows in the same way. Give all of them the same, or none an inference."
+        )
+        yield Problem(_MODELS, text)
+    if len(sizes) > 1 and shares > 1:
+        text = f"{_MODELS}: the gpu_memory_utilization of their inference make {shares:.2g} together, and all are on "
+        yield Problem(_MODELS, f"{text}the same devices. Lower them to 1 at most.")
+
+
+@validator("error")
 def estimate_has_the_gradient_that_is_meant(config: PPOConfig) -> Iterator[Problem]:
     loss, key = config.distillation.distillation_loss, f"{_LOSS}.loss_mode"
     if not config.distillation.enabled:
@@ -127,7 +160,7 @@ def megatron_scores_sampled_tokens_only(config: PPOConfig) -> Iterator[Problem]:
     if not config.distillation.enabled or not (loss.is_topk or loss.is_full):
         return
     for key in (ACTOR, TEACHER):
-        if get_path(config, key).strategy == "megatron" and (key == ACTOR or config.distillation.runs_teachers):
+        if get_path(config, key).strategy == "megatron" and (key == ACTOR or config.distillation.uses_training_engine):
             text = (
                 f"with {_LOSS}.loss_mode={loss.loss_mode}: this engine splits the vocabulary among ranks and scores "
                 "the sampled tokens alone. Use fsdp2, or loss_mode=k3."
@@ -172,12 +205,21 @@ def distillation_options_unused(config: PPOConfig, is_given: IsGiven) -> Iterato
         yield from unused(config, keys, is_given, f"{why}: the teacher runs in the micro-batches of the actor's update")
     if len(options.teachers()) < 2 and all(teacher.key is None for teacher in options.teachers().values()):
         yield from unused(config, ["distillation.teacher_key"], is_given, "there is one teacher, for all rows")
-    if options.teachers() and not options.runs_teachers:
-        keys = [*given_below(TEACHER, config, is_given), "distillation.nnodes", "distillation.n_gpus_per_node"]
-        yield from unused(config, keys, is_given, "all teachers are on server_urls")
+    if options.teachers() and not options.uses_training_engine:
+        keys, where = list(given_below(TEACHER, config, is_given)), "on server_urls or in rollout engines"
+        if not options.runs_teachers:
+            where = "on server_urls"
+            keys += ["distillation.nnodes", "distillation.n_gpus_per_node"]
+        yield from unused(config, keys, is_given, f"all teachers are {where}")
     for name, teacher in options.teachers().items():
         where = f"teachers score in the training engine of {TEACHER}"
         ignored = ["num_replicas", "inference"]
+        if name in options.in_rollout_engines:
+            ignored = ["num_replicas"]
+            for name_there in ("data_parallel_size", "expert_parallel_size"):
+                if (teacher.inference.get(name_there) or 1) != 1:
+                    text = f"{_MODELS}.{name}.inference.{name_there} has no effect: every tensor_model_parallel_size "
+                    yield Problem(_MODELS, f"{text}workers hold a copy of the teacher")
         if teacher.is_served:
             where = f"the teacher runs on {_MODELS}.{name}.server_urls"
         else:
