@@ -16,6 +16,7 @@ FLOORS = {  # the longest prefix decides
     "verl.data_check": 7,
     "verl.model_merger": 7,
     "verl.api": 7,
+    "verl.cluster": 7,
     "verl.init": 7,
     "verl.cli": 7,
     "verl.__main__": 7,

@@ -84,6 +84,12 @@ def _env(words: list[str]) -> int:
     return main(words)
 
 
+def _cluster(words: list[str]) -> int:
+    from verl.cluster import main
+
+    return main(words)
+
+
 def _config(words: list[str]) -> int:
     from verl.config.describe import main
 
@@ -161,6 +167,7 @@ COMMANDS: dict[str, Command] = {
     "doctor": Command("examine a configuration before a run: batches, memory, data, rewards", _doctor),
     "check": Command("look at data files, or at all a command line names, before a run does", _check),
     "env": Command("this machine, for a bug report; verl env check NAME plays an environment, verl env list", _env),
+    "cluster": Command("verl cluster check: do the nodes of a Ray cluster fit together", _cluster),
     "config": Command("options: their meaning and values, and how two configurations differ", _config),
     "roll": Command("train from a configuration written for ROLL, or show its command line", _roll),
     "trajectories": Command("show what the policy did: trajectories of a run as text or one page", _trajectories),

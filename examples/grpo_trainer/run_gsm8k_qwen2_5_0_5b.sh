@@ -25,6 +25,7 @@ options=(
     actor_rollout_ref.actor.kl_loss_coef=0.001
     actor_rollout_ref.actor.kl_loss_type=low_var_kl
     actor_rollout_ref.rollout.name=vllm             # bash scripts/install_engines.sh vllm
+    actor_rollout_ref.rollout.tensor_model_parallel_size=1
     actor_rollout_ref.rollout.gpu_memory_utilization=0.5
     actor_rollout_ref.rollout.n=8
     trainer.device=cuda

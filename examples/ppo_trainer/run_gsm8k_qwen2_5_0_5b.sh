@@ -24,6 +24,7 @@ options=(
     actor_rollout_ref.actor.ppo_max_token_len_per_gpu=16384
     actor_rollout_ref.actor.optim.lr=1e-6
     actor_rollout_ref.rollout.name=vllm             # bash scripts/install_engines.sh vllm
+    actor_rollout_ref.rollout.tensor_model_parallel_size=1
     actor_rollout_ref.rollout.gpu_memory_utilization=0.5
     critic.strategy=fsdp2
     critic.model.path="$MODEL"

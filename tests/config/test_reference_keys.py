@@ -151,8 +151,8 @@ NEW_KEYS += ["trainer.max_time", *(f"trainer.deadlines.{name}" for name in Deadl
 """Options that verl's YAML does not have. A change here is a change of the public surface."""
 
 
-CHANGED = {"actor_rollout_ref.rollout.name": "vllm"}
-"""The default of v0.5.0, before and after which verl asks for a name."""
+CHANGED = {"actor_rollout_ref.rollout.name": "vllm", "actor_rollout_ref.rollout.enforce_eager": False}
+"""The default of v0.5.0, before and after which verl asks for a name; and that of v0.6.0 and later."""
 
 
 def _value(text):

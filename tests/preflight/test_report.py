@@ -50,12 +50,11 @@ def test_sequence_parallel_ranks_count_as_one(there):
 
 def test_the_estimate_counts_weights_gradients_and_moments(there):
     phases = {phase.phase: phase.parts for phase in examined("trainer.n_gpus_per_node=1").memory}
-    weights = phases["update actor"]["actor weights"]
-    assert weights == 4 * 90_944  # of the shapes in the header of model.safetensors
-    assert (
-        phases["update actor"]["actor gradients"] == weights
-        and phases["update actor"]["actor optimizer"] == 2 * weights
-    )
+    numbers = 90_944  # of the shapes in the header of model.safetensors
+    update = phases["update actor"]
+    # one CPU process trains with the plain engine, which keeps a copy in bf16
+    assert update["actor weights"] == (4 + 2) * numbers and update["actor gradients"] == 4 * numbers
+    assert update["actor optimizer"] == 2 * 4 * numbers
     assert "cache" in phases["rollout"] and "actor optimizer" in phases["checkpoint"]
 
 

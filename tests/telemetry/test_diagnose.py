@@ -42,8 +42,8 @@ def test_secrets_and_names_are_left_out(monkeypatch, capsys):
 
 
 def test_a_package_that_crashes_does_so_in_a_process_of_its_own():
-    assert "signal 6" in diagnose._probe("import os; os.abort()")["error"]
-    assert "No module named 'nonsense'" in diagnose._probe("import nonsense")["error"]
+    assert "signal 6" in diagnose.probe("import os; os.abort()")["error"]
+    assert "No module named 'nonsense'" in diagnose.probe("import nonsense")["error"]
 
 
 def test_the_script_works_from_any_folder(tmp_path):

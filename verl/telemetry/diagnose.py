@@ -60,7 +60,7 @@ def diagnose(imports: bool = True) -> dict[str, Any]:
     for name in ("time", "host", "program"):
         found.pop(name)
     if imports:
-        found["torch"] = _probe(_TORCH)
+        found["torch"] = probe(_TORCH)
         found["engines"] = dict(_engines(found["packages"], bool(found["torch"].get("sees"))))
     found["gpus"] = {**found["gpus"], **_nvidia_smi()}
     found["limits"] = dict(_limits())
@@ -78,11 +78,11 @@ def _engines(packages: Mapping[str, str], has_gpu: bool) -> Iterator[tuple[str, 
         if module == "sglang" and not has_gpu:  # its import wants Triton, which the adapter does without on a CPU
             yield module, version
             continue
-        loaded = _probe(f"import json, {module}; print(json.dumps('imported'))")
+        loaded = probe(f"import json, {module}; print(json.dumps('imported'))")
         yield module, f"{version}, {loaded if isinstance(loaded, str) else loaded['error']}"
 
 
-def _probe(program: str) -> Any:
+def probe(program: str) -> Any:
     """Value that a program prints as JSON in a process of its own; else ``{"error": ...}`` with its last words."""
     try:
         done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=_IMPORT_S)

@@ -65,7 +65,7 @@ _CONTRADICTIONS = {
         "every ratio is then 1, not that to the sampler. Set skip_old_log_probs=false."
     ),
     **{
-        f"{CORRECTION}.{name} with {CORRECTION}.bypass_mode if {_MODE}!=bypass_mode, {_SKIP}=false": (
+        f"{CORRECTION}.{name} with {CORRECTION}.bypass_mode if {_MODE}!=bypass_mode, {_SKIP}!=true": (
             f"the old log-probs are then the sampler's own, and every r would be 1. Set bypass_mode=false, or "
             f"{_MODE}=bypass_mode, whose r is that of the policy being trained."
         )

@@ -1,0 +1,65 @@
+"""Several Ray nodes, on this machine: `verl cluster check` looks at them, and a run uses them."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+
+from tests.support.runs import make_task, overrides, read_metrics, run_job
+from verl.cluster import clock_finding
+
+NODES = 2
+
+
+@pytest.fixture(scope="module")
+def cluster():
+    """Environment of commands that join a cluster of two nodes."""
+    from ray.cluster_utils import Cluster
+
+    os.environ["RAY_AUTH_MODE"] = "disabled"
+    nodes = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
+    try:
+        for _ in range(NODES - 1):
+            nodes.add_node(num_cpus=1)
+        yield {**os.environ, "RAY_ADDRESS": nodes.address, "RAY_USAGE_STATS_ENABLED": "0"}
+    finally:
+        nodes.shutdown()
+
+
+@pytest.mark.ray
+def test_nodes_are_looked_at_and_what_is_missing_is_said(cluster, tmp_path):
+    command = [sys.executable, "-m", "verl", "cluster", "check", "--MiB", "4", "--json", "--nodes", "3"]
+    command += ["--gpus-per-node", "1", "--folder", str(tmp_path), "--shared"]
+    done = subprocess.run(command, env=cluster, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 1 and done.stdout.startswith("["), done.stderr[-2000:]
+    found = {one["what"]: one for one in json.loads(done.stdout)}
+    assert {what for what, one in found.items() if one["verdict"] == "FAIL"} == {"nodes", "GPUs"}
+    assert "2 alive, --nodes=3 asked for" in found["nodes"]["text"]
+    assert "has 0, --gpus-per-node=1" in found["GPUs"]["text"]
+    assert "torch 2." in found["versions"]["text"]
+    assert "one folder for all nodes" in found["folder"]["text"] and not list(tmp_path.iterdir())
+    assert re.search(r"gloo, 4 MiB over 2 nodes: [\d.]+ GB/s a node, exact", found["all-reduce"]["text"])
+
+
+@pytest.mark.ray
+def test_a_run_over_two_nodes_gives_the_numbers_of_one(cluster, tmp_path):
+    shared = {"trainer__total_training_steps": 2, "actor_rollout_ref__actor__strategy": "fsdp2"}
+    together = run_job(overrides(make_task(tmp_path / "one"), **shared, trainer__n_gpus_per_node=2))
+    spread = {"trainer__controller": "ray", "trainer__nnodes": 2, "trainer__logger": "[file]"}
+    words = overrides(make_task(tmp_path / "two"), **shared, **spread)
+    command = [sys.executable, "-m", "verl.trainer.main_ppo", *words]
+    done = subprocess.run(command, env=cluster, capture_output=True, text=True, timeout=250)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    (file,) = (tmp_path / "two").rglob("metrics.jsonl")
+    last = read_metrics(file)[-1]["data"]
+    for name in ("actor/grad_norm", "actor/pg_loss", "response_length/mean"):
+        assert last[name] == together.metrics[name], name
+
+
+def test_a_clock_that_is_off_is_named():
+    assert clock_finding({"a": 0.001, "b": -0.002, "c": 0.0}).verdict == "ok"
+    found = clock_finding({"a": 0.0, "b": 3.0, "c": 0.1})
+    assert found.verdict == "FAIL" and "b +2.9 s" in found.text and "a" not in found.text.split("from")[0]
