@@ -17,7 +17,8 @@ def task(tmp_path_factory):
 def train(task, folder, **settings):
     """Three steps; returns the metrics of each."""
     given = {"trainer__logger": "[file]", "trainer__total_training_steps": 3, "trainer__log_dir": folder}
-    run_job(overrides(task, **given, trainer__default_local_dir=folder, **settings))
+    given |= {"trainer__default_local_dir": folder, "actor_rollout_ref__actor__skip_old_log_probs": False}
+    run_job(overrides(task, **given, **settings))
     return {row["step"]: row["data"] for row in read_metrics(folder / "metrics.jsonl")}
 
 

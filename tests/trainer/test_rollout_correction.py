@@ -36,7 +36,7 @@ def job(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def plain(job):
-    return job()
+    return job(actor_rollout_ref__actor__skip_old_log_probs=False)
 
 
 def weights(trainer):

@@ -329,8 +329,12 @@ def restore(config: Config, state: dict[str, Any]) -> None:
 
 
 def rewatched(config: Watched, original: Config) -> Watched:
-    """``config``, a changed copy of ``original``, watched if that is."""
-    return watch(config, vars(original)[_PATH]) if is_watched(original) else config
+    """``config``, a changed copy of ``original``, watched if that is, and what is kept with it."""
+    if is_watched(original):
+        watch(config, vars(original)[_PATH])
+        kept = {name: value for name, value in vars(original).items() if name not in original.__dataclass_fields__}
+        vars(config).update({name: value for name, value in kept.items() if name not in vars(config)})
+    return config
 
 
 def _watch_one(config: Config, path: str) -> None:
