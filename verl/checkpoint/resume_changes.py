@@ -77,6 +77,7 @@ _SAME_NUMBERS = (
     "*gradient_checkpointing",
     "*activation_offload",
     "*precompute_ref",
+    "*skip_old_log_probs",
     "*optim.total_training_steps",  # follows the length of the run, which may grow
     *(f"distillation.teacher_models.*.{name}" for name in _SERVERS.split()),
     "critic.model.path",  # compared by its files

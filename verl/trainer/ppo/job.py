@@ -239,12 +239,13 @@ class PPOJob:
         trainer_cls = self.trainer_cls
         if trainer_cls is RayPPOTrainer and config.actor_rollout_ref.rollout.async_ratio:
             trainer_cls = OneStepOffTrainer
-        if trainer_cls in (RayPPOTrainer, OneStepOffTrainer) and self.script_config is None:
+        tree = config if self.script_config is None else self.script_config
+        if trainer_cls in (RayPPOTrainer, OneStepOffTrainer) and isinstance(tree, PPOConfig):
             early = columns_read_early(config.algorithm.adv_estimator)
             skips = config.skips_old_log_probs and (config.actor_rollout_ref.actor.skip_old_log_probs or not early)
-            config = config.with_values({"actor_rollout_ref.actor.skip_old_log_probs": skips})
+            tree = tree.with_values({"actor_rollout_ref.actor.skip_old_log_probs": skips})
         return trainer_cls(
-            config if self.script_config is None else self.script_config,
+            tree,
             tokenizer,
             role_worker_mapping=roles,
             resource_pool_manager=self.pools or default_pools(config, roles),
