@@ -10,9 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.support import cuda_shim
 from tests.support.losses import optim_section, ppo_loss, value_loss
-from tests.support.ranks import run_ranks
 from tests.support.tiny_models import make_batch, make_tiny_model
 from verl.models.loader import ModelSpec
 from verl.workers.engine import MicroBatching, Want, build_engine
@@ -98,11 +96,6 @@ REFUSED = {
 """Section, changes of the model, and what the error says, after a model with two data-parallel ranks."""
 
 
-@pytest.fixture(scope="module")
-def folders(tmp_path_factory):
-    return {name: make_folder(name, tmp_path_factory.mktemp(name)) for name in MODELS}
-
-
 def make_folder(name, folder):
     """A model whose norms and biases are neither one nor zero, with a vocabulary that two ranks cannot halve."""
     family, changes = MODELS[name]
@@ -152,8 +145,8 @@ def spec_of(case: Case, folders) -> ModelSpec:
     return ModelSpec(folders[case.model], case.head, compute_dtype=case.dtype, remove_padding=case.packed)
 
 
-def run_cases(cases, folders) -> dict[str, Any]:
-    cuda_shim.install()
+def run_cases(folders) -> dict[str, Any]:
+    """What one of two ranks finds."""
     from verl.models.megatron.parallel import end_groups
     from verl.workers.engine import megatron
 
@@ -168,7 +161,7 @@ def run_cases(cases, folders) -> dict[str, Any]:
         results[f"model {name}"] = scores, {key: tensor.clone() for key, tensor in engine.weights()}
         assert family == engine.model_config.model_type
     end_groups()
-    for name, case in cases.items():
+    for name, case in CASES.items():
         # memory of the host in place of a device's
         megatron.has_own_memory = lambda device: True
         results[name] = steps_of(build(case, folders), case.head, case.split)
@@ -198,9 +191,14 @@ def build(case, folders):
     )  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def results(folders):
-    return run_ranks(2, run_cases, CASES, folders, timeout_s=240)
+@pytest.fixture
+def folders(megatron_ranks):
+    return megatron_ranks[0]
+
+
+@pytest.fixture
+def results(megatron_ranks):
+    return [result["engine"] for result in megatron_ranks[1]]
 
 
 def test_what_is_offloaded_is_freed_while_the_model_is_idle(results):
@@ -232,7 +230,7 @@ def test_two_ranks_follow_the_local_engine(name, folders, results):
     parts = {found[name]["rank"]: found[name] for found in results if found[name]["is_output"]}
     assert sorted(parts) == list(range(len(parts)))
     # of bf16 three digits are left, and how sums are rounded differs
-    step, weight, score = (1e-5, 1e-5, 1e-5) if case.dtype == "fp32" else (0.03, 1e-2, 0.1)
+    step, weight, score = (1e-5, 1e-5, 3e-5) if case.dtype == "fp32" else (0.03, 1e-2, 0.04)
     for found in (result[name] for result in results):
         for own, theirs in zip(expected["steps"], found["steps"], strict=True):
             assert theirs == pytest.approx(own, rel=step, abs=step)
@@ -243,7 +241,8 @@ def test_two_ranks_follow_the_local_engine(name, folders, results):
     for when in ("before", "after"):
         for column in expected[when].keys():
             theirs = torch.cat([parts[rank][when].ragged(column).values for rank in sorted(parts)])
-            torch.testing.assert_close(theirs, expected[when].ragged(column).values, rtol=1e-4, atol=score)
+            difference = (theirs - expected[when].ragged(column).values).abs()
+            assert (difference.max() if case.dtype == "fp32" else difference.mean()) < score
 
 
 def test_a_bad_gradient_on_one_rank_changes_nothing_on_any(results):

@@ -9,11 +9,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.support import cuda_shim
 from tests.support.losses import optim_section, ppo_loss
 from tests.support.ranks import run_ranks
 from tests.support.tiny_models import make_batch
-from tests.workers.engine.test_megatron import OPTIM, PP, TP, make_folder
+from tests.workers.engine.test_megatron import OPTIM, PP, TP
 from verl.checkpoint.checkpoint_manager import CheckpointManager
 from verl.model_merger.__main__ import main
 from verl.models.loader import ModelSpec
@@ -49,7 +48,7 @@ def step_and_weights(engine, seed) -> tuple[dict, dict]:
 
 
 def save_and_resume(folders, root) -> dict[str, Any]:
-    cuda_shim.install()
+    """What one of two ranks finds."""
     from verl.models.megatron.parallel import end_groups
 
     def build(model, section, head="lm"):
@@ -76,11 +75,15 @@ def save_and_resume(folders, root) -> dict[str, Any]:
         back = {n: t.clone() for n, t in engine.weights()}
         results[name] = folder, remark, weights, back, following, step_and_weights(engine, 3), engine.version
     engine = build("qwen2-tied", TP)
-    folder, weights, *_ = results["tp2 as tp2"]
+    folder, _, weights, *_ = results["tp2 as tp2"]
     CheckpointManager(engine, load_contents=["hf_model"]).load(folder)
     results["exported"] = weights, {n: t.clone() for n, t in engine.weights()}
     section = {**PP, "use_dist_checkpointing": True, "dist_checkpointing_path": str(folder / "dist_ckpt")}
     results["first weights"] = weights, {n: t.clone() for n, t in build("qwen2-tied", section).weights()}
+    critic = {n: t.clone() for n, t in build("qwen2-tied", section, "value").weights()}
+    head = {n: critic.pop(n) for n in ("score.weight", "score.bias")}
+    assert head["score.weight"].abs().max() > 0 and not head["score.bias"].any()
+    results["first weights of a critic"] = {n: weights[n] for n in critic}, critic
     end_groups()
     folder, main = Path(root) / "converted", load_extern_type(str(CONVERTER), "main")
     words = [f"--hf_model_path={folders['qwen3_moe']}", f"--output_path={folder}", "--ep_size=2", "--test"]
@@ -96,10 +99,9 @@ def save_and_resume(folders, root) -> dict[str, Any]:
     return results
 
 
-@pytest.fixture(scope="module")
-def results(tmp_path_factory):
-    folders = {name: make_folder(name, tmp_path_factory.mktemp(name)) for name in MODELS_HERE}
-    return run_ranks(2, save_and_resume, folders, str(tmp_path_factory.mktemp("saved")), timeout_s=180)
+@pytest.fixture
+def results(megatron_ranks):
+    return [result["checkpoint"] for result in megatron_ranks[1]]
 
 
 @pytest.mark.parametrize("name", RESUMED)
@@ -117,7 +119,7 @@ def test_the_step_after_a_resume_is_that_of_the_run_that_went_on(name, results):
     assert json.loads((folder / "huggingface/config.json").read_text())["architectures"][0].endswith("ForCausalLM")
 
 
-@pytest.mark.parametrize("source", ["exported", "first weights", "converted"])
+@pytest.mark.parametrize("source", ["exported", "first weights", "first weights of a critic", "converted"])
 def test_weights_come_from_an_exported_folder_or_a_distributed_checkpoint(source, results):
     for weights, back in (found[source] for found in results):
         assert all(torch.equal(back[key], weights[key]) for key in weights)
