@@ -154,6 +154,8 @@ def test_dumps_hold_input_output_truth_score_step_and_what_the_reward_function_a
         trainer__rollout_data_dir=str(tmp_path / "train"),
         trainer__validation_data_dir=str(tmp_path / "val"),
         trainer__test_freq=2,
+        trainer__rollout_data_tokens=60,
+        actor_rollout_ref__rollout__calculate_log_probs=True,
         **SAMPLED,
     )
     fields = {"input", "output", "gts", "score", "step", "acc", "pred", "why", "reward"}
@@ -163,6 +165,13 @@ def test_dumps_hold_input_output_truth_score_step_and_what_the_reward_function_a
     assert all(fields <= row.keys() for row in train + val)
     assert all(math.isclose(row["score"], len(row["output"]) / 10, rel_tol=1e-6) and row["step"] == 2 for row in train)
     assert len({row["uid"] for row in train}) == 4 and len({row["uid"] for row in val}) == 8
+    for kind, names in ((train, {"log_probs", "advantages"}), (val, set())):
+        told = [row for row in kind if "tokens" in row]
+        assert 0 < sum(row["response_length"] for row in told) <= 60 and len(told) < len(kind)
+        for row in told:
+            assert row["tokens"].keys() == {"text", "rollout_log_probs", "mask"} | names
+            assert {len(values) for values in row["tokens"].values()} == {row["response_length"]}
+            assert max(row["tokens"]["rollout_log_probs"]) <= 0
     assert {row["data_source"] for row in train + val} == {"digits"}
     assert all((row["finish_reason"] == "length") <= (row["response_length"] == 12) for row in train + val)
     groups = [[row for row in train if row["uid"] == uid] for uid in {row["uid"] for row in train}]

@@ -189,9 +189,11 @@ class TrainerConfig(Config):
     rollout_data_dir: str | None = None
     """Folder for training samples, one JSONL file per step. Null: none are kept."""
 
-    rollout_data_tokens: int = option(16_384, read_if("rollout_data_dir"), at_least=0)
+    rollout_data_tokens: int = option(16_384, at_least=0)
     """Response tokens a step that are written to ``rollout_data_dir`` one by one, for `verl view`: text, log-probs of
-    trainer and rollout, advantage, mask. Whole groups, the first of the batch, until so many are reached. 0: none."""
+    trainer and rollout, advantage, mask. Whole groups, the first of the batch, until so many are reached. As many of
+    each validation, to ``validation_data_dir``; log-probs of the rollout with ``rollout.calculate_log_probs``. 0:
+    none."""
 
     validation_data_dir: str | None = None
     """Folder for validation samples, one JSONL file per validation. Null: none are kept."""

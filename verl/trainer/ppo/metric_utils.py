@@ -463,6 +463,8 @@ def validate(
     step: int = 0,
     source_key: str = "data_source",
     decode_ids: Decode | None = None,
+    token_columns: Callable[[DataProto, int], dict[int, dict[str, list]]] | None = None,
+    token_limit: int = 0,
 ) -> tuple[dict[str, float], list[tuple[str, str, float]]]:
     """Score every validation response.
 
@@ -476,6 +478,9 @@ def validate(
         dump_to: folder of ``{step}.jsonl``, or None.
         source_key: column of the data source, by which metrics are grouped (``data.reward_fn_key``).
         decode_ids: ids to texts, for the turns of dumped trajectories.
+        token_columns: batch, limit -> the columns of its rows' tokens (`TokenColumns`), for the dumped samples; None:
+            they have none.
+        token_limit: tokens of all batches that have them, at most.
 
     Returns:
         metrics under the names ``val-core/...`` and ``val-aux/...``, those of episodes under ``val-env/...`` and the
@@ -488,6 +493,7 @@ def validate(
     described: dict[str, list] = {}
     episodes: list[Episode] = []
     trajectories = []
+    tokens: dict[int, dict[str, list]] = {}
     for batch in batches:
         rewards, extra = score(batch)
         scores, before = rewards.sum(-1).tolist(), len(inputs)
@@ -497,6 +503,10 @@ def validate(
             trajectories += [([before + i for i in rows], record) for rows, record in records]
             for name, values in describe(batch, source_key).items():
                 described.setdefault(name, []).extend(values)
+            if token_columns is not None and token_limit > 0:
+                of_rows = token_columns(batch, token_limit)
+                token_limit -= sum(len(one["text"]) for one in of_rows.values())
+                tokens |= {before + row: one for row, one in of_rows.items()}
         episodes += [replace(episode, rows=[before + i for i in episode.rows]) for episode in found]
         columns["reward"] += scores
         for name, values in extra.items():
@@ -511,7 +521,7 @@ def validate(
         gold += ground_truths(batch)
     if dump_to is not None:
         rewards = columns["reward"]
-        dump_samples(dump_to, step, inputs, outputs, rewards, gold, {**described, **columns}, trajectories)
+        dump_samples(dump_to, step, inputs, outputs, rewards, gold, {**described, **columns}, trajectories, tokens)
     columns = {name: values for name, values in columns.items() if len(values) == len(inputs)}
     kept = _one_row_each(columns["reward"], episodes)
     sources, uids = [sources[i] for i in kept], [uids[i] for i in kept]

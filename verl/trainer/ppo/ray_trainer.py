@@ -646,6 +646,8 @@ class RayPPOTrainer(RecipeNames):
             self.global_steps,
             self.config.data.reward_fn_key,
             self.tokenizer.batch_decode,
+            self.run_log.token_columns,
+            self.config.trainer.rollout_data_tokens,
         )
         self.engine_metrics()  # those of validation are not the next step's
         self.validations.append((self.global_steps, metrics))

@@ -221,9 +221,10 @@ def dump_samples(
     gold: Sequence[Any],
     columns: Mapping[str, Sequence],
     trajectories: Sequence[tuple[Sequence[int], Mapping[str, Any]]] = (),
+    tokens: Mapping[int, Mapping[str, list]] | None = None,
 ) -> Path:
     """Write ``{folder}/{step}.jsonl``, one object a sample; see `sample_rows`."""
-    return _write_samples(folder, step, sample_rows(step, inputs, outputs, scores, gold, columns, trajectories))
+    return _write_samples(folder, step, sample_rows(step, inputs, outputs, scores, gold, columns, trajectories, tokens))
 
 
 def sample_rows(
@@ -384,7 +385,7 @@ class RunLog:
         self._generations = ValidationGenerationsLogger()
         self._tracking: Tracking | None = None
         self._record: Any = None
-        self._tokens = TokenColumns(lambda ids: self.tokenizer.batch_decode(ids))
+        self.token_columns = TokenColumns(lambda ids: self.tokenizer.batch_decode(ids))
 
     def open(self, total_steps: int) -> None:
         """Begin the line of progress, and start the loggers."""
@@ -429,7 +430,7 @@ class RunLog:
     def dump(self, step: int, batch: DataProto) -> None:
         """Write the samples of a step to ``trainer.rollout_data_dir``."""
         trainer, key = self.config.trainer, self.config.data.reward_fn_key
-        tokens = self._tokens(batch, trainer.rollout_data_tokens)
+        tokens = self.token_columns(batch, trainer.rollout_data_tokens)
         dump_batch(trainer.rollout_data_dir, step, batch, self.tokenizer, key, tokens)
 
     def record(self, step: int, batch: DataProto, seconds: float) -> None:

@@ -123,5 +123,5 @@ def sampling_params(
         first_token_temperature=config.fire_temperature if hot else None,
         first_token_top_k=config.fire_top_k if hot and config.top_k <= 0 else -1,
         extra={name: plain(value) for name, value in extra.items() if value is not None},
-        want_log_probs=config.calculate_log_probs and not validate,
+        want_log_probs=config.calculate_log_probs,
     )
