@@ -165,6 +165,7 @@ class RayPPOTrainer(RecipeNames):
         self.skips_old_log_probs = config.actor_rollout_ref.actor.skip_old_log_probs
         if self.skips_old_log_probs:
             check_estimator_waits(config.algorithm.adv_estimator)
+            _ = self.options.actor_rollout_ref.rollout.log_prob_split  # not unread because the pass is left out
         check_correction(config)
         self.correction = config.algorithm.rollout_correction
         self.row_cost = row_cost(config.actor_rollout_ref.model.path)
