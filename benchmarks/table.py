@@ -11,47 +11,61 @@ WIDE = {"rows": 1024, "width": 4096}
 
 
 class Line(NamedTuple):
-    """A row of the table: where its number stands, and what it should be."""
+    """A row of the table: where its number stands, on what work, and what it should be."""
 
     label: str
+    work: str  # with names of the saved row in braces
     file: str
     where: dict[str, Any]
     value: str
     target: float
 
 
+FIRST_STEP = "4 prompts x 4 responses of at most 12 tokens, 64-wide model"
+BATCH = "{rows} x {width}, {tokens:,} tokens"
+SENT = "{rows} x {width}, {real_MB:.0f} MB of tokens"
+
 LINES = [
-    Line("`import verl`, CPU s", "startup", {"what": "import verl"}, "cpu_s", 0.3),
-    Line("`--help`, CPU s", "startup", {"what": "--help"}, "cpu_s", 0.3),
-    Line("a misspelt key, CPU s", "startup", {"what": "misspelt key"}, "cpu_s", 0.3),
-    Line("command to the end of step 1, local, CPU s", "startup", {"what": "first step, local"}, "cpu_s", 4),
-    Line("the same with Ray, CPU s", "startup", {"what": "first step, ray"}, "cpu_s", 8),
-    Line("GRPO step, 2.5M model, CPU s", "step", {"what": "2.5M"}, "cpu_s_a_step", 1.1),
-    Line("GRPO step, SmolLM2-135M, CPU ms a token", "step", {"what": "SmolLM2"}, "cpu_ms_a_token", 9),
-    Line("1024 x 4096 to 2 workers and back, local, ms", "dispatch", {"controller": "local", **WIDE}, "wall_ms", 8),
-    Line("the same with Ray, ms", "dispatch", {"controller": "ray", **WIDE}, "wall_ms", 8),
-    Line("GAE, 1024 x 4096, CPU ms", "algorithms", {"name": "gae", **WIDE}, "cpu_ms", 4),
-    Line("policy loss and its gradient, CPU ms", "algorithms", {"name": "policy loss", **WIDE}, "cpu_ms", 4),
-    Line("GRPO advantages, CPU ms", "algorithms", {"name": "grpo", **WIDE}, "cpu_ms", 4),
+    Line("`import verl`, CPU s", "", "startup", {"what": "import verl"}, "cpu_s", 0.3),
+    Line("`--help`, CPU s", "", "startup", {"what": "--help"}, "cpu_s", 0.3),
+    Line("a misspelt key, CPU s", "", "startup", {"what": "misspelt key"}, "cpu_s", 0.3),
+    Line("a command of one step, local, CPU s", FIRST_STEP, "startup", {"what": "first step, local"}, "cpu_s", 4),
+    Line("the same with Ray, CPU s", FIRST_STEP, "startup", {"what": "first step, ray"}, "cpu_s", 8),
+    Line("GRPO step, CPU s", "{what}; {tokens:,} tokens", "step", {"what": "2.5M"}, "cpu_s_a_step", 1.1),
+    Line("GRPO step, CPU ms a token", "{what}; {tokens:,} tokens", "step", {"what": "SmolLM2"}, "cpu_ms_a_token", 9),
+    Line("to 2 workers and back, local, ms", SENT, "dispatch", {"controller": "local", **WIDE}, "wall_ms", 8),
+    Line("the same with Ray, ms", SENT, "dispatch", {"controller": "ray", **WIDE}, "wall_ms", 8),
+    Line("GAE, CPU ms", BATCH, "algorithms", {"name": "gae", **WIDE}, "cpu_ms", 4),
+    Line("policy loss and its gradient, CPU ms", BATCH, "algorithms", {"name": "policy loss", **WIDE}, "cpu_ms", 4),
+    Line("GRPO advantages, CPU ms", BATCH, "algorithms", {"name": "grpo", **WIDE}, "cpu_ms", 4),
     Line(
         "sandbox of reward functions, ms added to a sample",
+        "1,024 responses of 300 characters",
         "rewards",
         {"what": "nothing, sandbox of 1"},
         "added_ms_a_sample",
         2,
     ),
-    Line("8k rows on 64 ranks, most work over the mean", "balance", {"rows": 8192, "ranks": 64}, "by_cost", 1.005),
-    Line("64k rows divided among 512 ranks, CPU ms", "balance", {"rows": 65536, "ranks": 512}, "cpu_ms", 200),
+    Line(
+        "most work of a rank over the mean",
+        "8k rows, 64 ranks",
+        "balance",
+        {"rows": 8192, "ranks": 64},
+        "by_cost",
+        1.005,
+    ),
+    Line("dividing rows, CPU ms", "64k rows, 512 ranks", "balance", {"rows": 65536, "ranks": 512}, "cpu_ms", 200),
 ]
 
 
 def table() -> str:
     """Markdown; a missed target is bold."""
-    lines = ["| | measured | target |", "|---|---|---|"]
+    lines = ["| | the work | measured | target |", "|---|---|---|---|"]
     for line in LINES:
-        value = _lookup(line)
+        row = _lookup(line)
+        value = row[line.value]["min"] if isinstance(row[line.value], dict) else row[line.value]
         target = f"{line.target:g}" if value <= line.target else f"**{line.target:g}**"
-        lines.append(f"| {line.label} | {value:.2g} | {target} |")
+        lines.append(f"| {line.label} | {line.work.format(**row)} | {value:.2g} | {target} |")
     return "\n".join(lines)
 
 
@@ -65,11 +79,35 @@ def methods() -> str:
     return "\n".join(lines)
 
 
-def _lookup(line: Line) -> float:
+def peers() -> str:
+    """Markdown: the same work here and in other trainers, as ``benchmarks.peers`` saved it."""
+    saved = json.loads((RESULTS / "peers.json").read_text())
+    versions, known = saved["versions"], {"trl": "TRL", "verl": "verl"}
+    sides = [side for side in known if side in versions]
+    heads = ["", "the work", "unit", "here", "here, Ray", *(f"{known[side]} {versions[side][side]}" for side in sides)]
+    lines = ["| " + " | ".join(heads) + " |", "|---" * len(heads) + "|"]
+    for row in saved["rows"]:
+        cost, ratio = row["cost"], row["ratio"]
+        cells = [_digits(cost[side]) if side in cost else "" for side in ("here", "here, Ray")]
+        cells += [f"{_digits(cost[side])} ({ratio[side]:.1f}x)" if side in cost else "" for side in sides]
+        lines.append("| " + " | ".join([row["what"], row["work"], row["unit"], *cells]) + " |")
+    used = ", ".join(f"{name} {versions['here'][name]}" for name in ("torch", "transformers", "python"))
+    low, high = min(saved["load"]), max(saved["load"])
+    lines += [
+        "",
+        f"The least of {saved['turns']} turns on {saved['cores']} cores with a load of {low:g} to {high:g}; {used}",
+    ]
+    lines[-1] += f" (verl: transformers {versions['verl']['transformers']})." if "verl" in versions else "."
+    return "\n".join(lines)
+
+
+def _digits(value: float) -> str:
+    return f"{value:.2f}" if value < 10 else f"{value:.1f}" if value < 100 else f"{value:,.0f}"
+
+
+def _lookup(line: Line) -> dict[str, Any]:
     rows = json.loads((RESULTS / f"{line.file}.json").read_text())["rows"]
-    row = next(row for row in rows if all(_fits(row[key], expected) for key, expected in line.where.items()))
-    value = row[line.value]
-    return value["min"] if isinstance(value, dict) else value
+    return next(row for row in rows if all(_fits(row[key], expected) for key, expected in line.where.items()))
 
 
 def _fits(value: Any, expected: Any) -> bool:
@@ -78,4 +116,4 @@ def _fits(value: Any, expected: Any) -> bool:
 
 
 if __name__ == "__main__":
-    print(table(), methods(), sep="\n\n")
+    print(table(), peers(), methods(), sep="\n\n")

@@ -29,6 +29,8 @@ def imported_packages(folder: str) -> dict[str, str]:
     own = {"verl", "tests", "recipe", "benchmarks", "examples", "scripts", *(path.stem for path in scripts)}
     found: dict[str, str] = {}
     for path in (ROOT / folder).rglob("*.py"):
+        if path.is_relative_to(ROOT / "benchmarks" / "peers" / "runners"):
+            continue  # they run in environments of other projects
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.Import):
                 names = [alias.name for alias in node.names]
