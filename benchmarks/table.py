@@ -92,11 +92,10 @@ def peers() -> str:
         cells += [f"{_digits(cost[side])} ({ratio[side]:.1f}x)" if side in cost else "" for side in sides]
         lines.append("| " + " | ".join([row["what"], row["work"], row["unit"], *cells]) + " |")
     used = ", ".join(f"{name} {versions['here'][name]}" for name in ("torch", "transformers", "python"))
-    low, high = min(saved["load"]), max(saved["load"])
-    lines += [
-        "",
-        f"The least of {saved['turns']} turns on {saved['cores']} cores with a load of {low:g} to {high:g}; {used}",
-    ]
+    loads = [load for row in saved["rows"] for load in row["load"]]
+    turns = sorted({row["turns"] for row in saved["rows"]})
+    cores = f"{saved['cores']} cores with a load of {min(loads):g} to {max(loads):g}"
+    lines += ["", f"The least of {' or '.join(map(str, turns))} turns on {cores}; {used}"]
     lines[-1] += f" (verl: transformers {versions['verl']['transformers']})." if "verl" in versions else "."
     return "\n".join(lines)
 

@@ -56,7 +56,7 @@ def run(command: list[Any], environment: dict[str, str], cwd: Path) -> None:
 
 def run_step(side: str, python: Path, work: dict[str, Any], folder: Path, options: list[str]) -> list[dict[str, Any]]:
     """Run one command of a side to its end; return its marks, one a step."""
-    marks, output = folder / "marks.jsonl", folder / f"output of {side}"
+    marks, output = folder / "marks.jsonl", folder / f"output-{side.replace(', ', '-')}"
     marks.unlink(missing_ok=True)
     environment = {"PEERS_MARKS": str(marks), "PEERS_ROWS": str(work["prompts"] * work["n"])}
     environment["PEERS_NEW_TOKENS"] = str(work["new_tokens"])
@@ -119,7 +119,7 @@ def measure_steps(name: str, sides: dict[str, Path], args: argparse.Namespace) -
     step = STEPS[name]
     if args.steps:
         step = dataclasses.replace(step, steps=args.steps)
-    folder = (args.folder / f"work {name}").absolute()
+    folder = (args.folder / f"work-{name}").absolute()
     work = make(step, folder, args.model)
     best: dict[str, dict[str, Any]] = {}
     for turn in range(args.repeat):
@@ -145,7 +145,7 @@ def measure_steps(name: str, sides: dict[str, Path], args: argparse.Namespace) -
 def measure_functions(sides: dict[str, Path], args: argparse.Namespace) -> list[dict[str, Any]]:
     """Rows of single functions, which have the same names here and in verl."""
     sides = {HERE: sides[HERE], "verl": sides["verl"]}
-    folder = (args.folder / "work functions").absolute()
+    folder = (args.folder / "work-functions").absolute()
     make(STEPS["tiny"], folder, None)
     best: dict[str, list[dict[str, Any]]] = {}
     for turn in range(args.repeat):
@@ -178,6 +178,19 @@ def work_words(work: dict[str, int]) -> str:
     return ", ".join([size, *others])
 
 
+def save(result: dict[str, Any]) -> None:
+    """Write the result; parts that were not measured now stay where they were measured with the same versions."""
+    rows = result["rows"]
+    if RESULT.exists():
+        saved, same = json.loads(RESULT.read_text()), ("versions", "cores", "options here")
+        if all(saved[key] == result[key] for key in same):
+            measured = {row["part"] for row in rows}
+            rows = rows + [row for row in saved["rows"] if row["part"] not in measured]
+    order = [*STEPS, "functions"]
+    rows = sorted(rows, key=lambda row: order.index(row["part"]))
+    RESULT.write_text(json.dumps({**result, "rows": rows}, indent=1) + "\n")
+
+
 def say(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
@@ -203,19 +216,19 @@ def main() -> None:
         "benchmark": "peers",
         "versions": {side: versions(python, args.folder) for side, python in sides.items() if side != RAY},
         "cores": os.cpu_count(),
-        "turns": args.repeat,
         "options here": args.option,
-        "load": [round(os.getloadavg()[0], 1)],
         "rows": [],
     }
     for name in args.only.split(","):
-        if name == "functions":
-            result["rows"] += measure_functions(sides, args) if "verl" in sides else []
+        before = os.getloadavg()[0]
+        if name != "functions":
+            rows = measure_steps(name, sides, args)
         else:
-            result["rows"] += measure_steps(name, sides, args)
-        result["load"].append(round(os.getloadavg()[0], 1))
+            rows = measure_functions(sides, args) if "verl" in sides else []
+        load = [round(before, 1), round(os.getloadavg()[0], 1)]
+        result["rows"] += [{"part": name, **row, "turns": args.repeat, "load": load} for row in rows]
         if args.save:
-            RESULT.write_text(json.dumps(result, indent=1) + "\n")
+            save(result)
     print(json.dumps(result, indent=1))
     for row in result["rows"]:
         for side, ratio in row["ratio"].items():
