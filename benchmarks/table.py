@@ -1,8 +1,10 @@
-"""The tables of benchmarks/README.md, from the saved results: ``python -m benchmarks.table``"""
+"""The tables of benchmarks/README.md, from the saved results: ``python -m benchmarks.table [--readme]``"""
 
 from __future__ import annotations
 
 import json
+import re
+import sys
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -114,5 +116,20 @@ def _fits(value: Any, expected: Any) -> bool:
     return value.startswith(expected) if isinstance(expected, str) else value == expected
 
 
+TABLES = {"table": table, "peers": peers, "methods": methods}
+
+
+def fill(text: str) -> str:
+    """Put each table between the marks that name it."""
+    for name, made in TABLES.items():
+        between = re.compile(rf"(<!-- {name}: python -m benchmarks.table --readme -->\n).*?(<!-- end -->)", re.DOTALL)
+        text = between.sub(lambda found, made=made: f"{found[1]}{made()}\n{found[2]}", text)
+    return text
+
+
 if __name__ == "__main__":
-    print(table(), peers(), methods(), sep="\n\n")
+    if "--readme" in sys.argv:
+        readme = Path(__file__).parent / "README.md"
+        readme.write_text(fill(readme.read_text(encoding="utf-8")), encoding="utf-8")
+    else:
+        print(*(made() for made in TABLES.values()), sep="\n\n")
