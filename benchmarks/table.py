@@ -97,7 +97,7 @@ def peers() -> str:
     loads = [load for row in saved["rows"] for load in row["load"]]
     turns = sorted({row["turns"] for row in saved["rows"]})
     cores = f"{saved['cores']} cores with a load of {min(loads):g} to {max(loads):g}"
-    lines += ["", f"The least of {' or '.join(map(str, turns))} turns on {cores}; {used}"]
+    lines += ["", f"The least of {' or '.join(map(str, turns))} turn{'s' * (turns != [1])} on {cores}; {used}"]
     lines[-1] += f" (verl: transformers {versions['verl']['transformers']})." if "verl" in versions else "."
     return "\n".join(lines)
 

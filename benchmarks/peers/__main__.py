@@ -232,7 +232,8 @@ def main() -> None:
     print(json.dumps(result, indent=1))
     for row in result["rows"]:
         for side, ratio in row["ratio"].items():
-            print(f"{ratio:6.2f}  {side} / {AGAINST[side]}: {row['what']}, {row['unit']} ({row['work']})")
+            own = AGAINST[side] if AGAINST[side] in row["cost"] else HERE
+            print(f"{ratio:6.2f}  {side} / {own}: {row['what']}, {row['unit']} ({row['work']})")
 
 
 if __name__ == "__main__":
