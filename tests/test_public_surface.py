@@ -91,14 +91,22 @@ def test_every_form_of_import_says_the_feature(statement):
 
 
 def test_a_name_of_a_module_that_is_here_says_its_feature_too():
-    with pytest.raises(ImportError, match="McoreActorConfig asks for .*Megatron.*that is not built"):
-        exec("from verl.workers.config import McoreActorConfig")
+    with pytest.raises(ImportError, match="TorchtitanEngineConfig asks for .*TorchTitan.*that is not built"):
+        exec("from verl.workers.config import TorchtitanEngineConfig")
     with pytest.raises(ImportError, match="training of reward models"):
         exec("from verl.utils.dataset import RMDataset")
     with pytest.raises(ImportError, match="cannot import name 'nonsense'"):
         exec("from verl.workers.config import nonsense")
     with pytest.raises(ModuleNotFoundError, match="No module named 'verl.nonsense'"):
         exec("import verl.nonsense")
+
+
+def test_megatrons_names_of_sections_are_sections_on_megatron():
+    from verl.workers.config import ActorConfig, McoreActorConfig, McoreCriticConfig, McoreRewardModelConfig
+
+    for section in (McoreActorConfig, McoreCriticConfig, McoreRewardModelConfig):
+        assert section().strategy == "megatron"
+    assert isinstance(McoreActorConfig(), ActorConfig)
 
 
 def test_a_module_run_from_the_command_line_says_its_feature():

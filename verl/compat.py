@@ -93,8 +93,6 @@ NAMES_NOT_BUILT: dict[str, dict[str, str]] = {
     "verl.agents.tool_agent": {name: f"{_TOOL_LOOP}.{name}" for name in ("AgentData", "AgentState")},
     "verl.data": {"RMDataset": _RM},
     "verl.config": {
-        **dict.fromkeys(("McoreActorConfig", "McoreCriticConfig"), "verl.models.mcore"),
-        "McoreRewardModelConfig": "verl.models.mcore",
         "VeOmniEngineConfig": "verl.workers.engine.veomni",
         "TorchtitanEngineConfig": "verl.workers.engine.torchtitan",
     },

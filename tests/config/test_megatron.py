@@ -117,6 +117,11 @@ def test_settings_of_the_engine_that_does_not_run_are_said_to_have_no_effect():
     assert "override_optimizer_config={'a': 1} has no effect" in said
 
 
+def test_a_cpu_is_warned_of_before_workers_start():
+    said = "trainer.device=cpu with actor_rollout_ref.actor.strategy=megatron: megatron-core runs on CUDA devices"
+    assert said in notes(*ON, "trainer.device=cpu") and said not in notes(*ON, "trainer.device=cuda")
+
+
 def test_other_roles_follow_the_actors_free_entries_where_they_have_none_of_their_own():
     entry = "megatron.override_transformer_config"
     words = [f"+{A}.{entry}.num_layers_in_first_pipeline_stage=3", f"{A}.{entry}.recompute_granularity=full"]

@@ -78,6 +78,8 @@ def overrides_of(text: str, program: str = "verl.trainer.main_ppo") -> list[list
     commands = []
     for line in text.replace("\\\n", " ").splitlines():
         if program in line:
+            # the same in one word, which composes like any other
+            line = line.replace("--config-name=ppo_megatron_trainer", "model_engine=megatron")
             words = shlex.split(line.split(program, 1)[1], comments=True)
             commands.append([word for word in words if "=" in word and not word.startswith("-")])
     return commands

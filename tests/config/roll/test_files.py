@@ -36,7 +36,7 @@ def test_an_rlvr_file_is_reported_in_full():
 
 
 def test_an_agentic_file_trains_in_environments():
-    translation = translate(*read_roll(AGENTIC), ["actor_rollout_ref.actor.strategy=fsdp2"])
+    translation = translate(*read_roll(AGENTIC))
     assert translation.refusals == []
     config = config_of(translation)
     train, val = config.env.train, config.env.val

@@ -7,7 +7,6 @@ import pytest
 from verl.config.base import ConfigError
 from verl.config.command_line import locate
 from verl.config.ppo import PPOConfig
-from verl.config.roll import sections
 from verl.config.roll.table import word
 from verl.config.roll.translate import translate
 from verl.config.tree import at_key, overlay, put_key
@@ -194,6 +193,7 @@ KEYS = [
     (f"{SETTINGS}.overlap_grad_reduce", True, MEGATRON,
      {f"{A}.megatron.override_ddp_config.overlap_grad_reduce": True}),
     (f"{SETTINGS}.ddp_bucket_size", 1000, MEGATRON, {f"{A}.megatron.override_ddp_config.bucket_size": 1000}),
+    (f"{SETTINGS}.use_distributed_optimizer", False, MEGATRON, {f"{A}.megatron.use_distributed_optimizer": False}),
     (f"{SETTINGS}.mtp_num_layers", 1, MEGATRON, "several tokens"),
     (f"{SETTINGS}.optimizer", "sgd", MEGATRON, "AdamW"),
     (f"{SETTINGS}.tensor_model_parallel_sise", 2, MEGATRON, "did you mean 'tensor_model_parallel_size'"),
@@ -231,11 +231,6 @@ def translation(key, value, others):
         put_key(tree, key, value)
     put_key(tree, key, value)
     return translate(tree)
-
-
-@pytest.fixture(autouse=True)
-def megatron(monkeypatch):
-    monkeypatch.setattr(sections, "built_engines", lambda: ("megatron",))
 
 
 @pytest.mark.parametrize(("key", "value", "others", "expected"), KEYS, ids=lambda item: str(item)[:40])

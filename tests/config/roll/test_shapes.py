@@ -6,17 +6,11 @@ import yaml
 from tests.config.roll.shapes import SHAPES, shape
 from tests.support.composing import load_over
 from verl.config.load import load
-from verl.config.roll import sections
 from verl.config.roll.command import main, translate_file
 from verl.config.tree import put_key
 
-ELSEWHERE = ("does not exist", "my_reward.py", "the Megatron backend")
+ELSEWHERE = ("does not exist", "my_reward.py")
 FSDP2 = "actor_rollout_ref.actor.strategy=fsdp2"
-
-
-@pytest.fixture(autouse=True)
-def megatron(monkeypatch):
-    monkeypatch.setattr(sections, "built_engines", lambda: ("megatron",))
 
 
 @pytest.fixture

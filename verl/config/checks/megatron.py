@@ -126,6 +126,15 @@ def megatron_roles_share_one_mesh(config: PPOConfig) -> Iterator[Problem]:
                 break
 
 
+@validator("warning")
+def megatron_runs_on_cuda(config: PPOConfig) -> Iterator[Problem]:
+    roles = megatron_roles(config)
+    if roles and config.trainer.device == "cpu":
+        text = f"with {roles[0].key}.strategy=megatron: megatron-core runs on CUDA devices, and the run ends where its "
+        text += "first model is built. Use fsdp2 or deepspeed on a CPU."
+        yield problem(config, "trainer.device", text, f"{roles[0].key}.strategy")
+
+
 @validator("error")
 def virtual_pipeline_requires_pipeline(config: PPOConfig) -> Iterator[Problem]:
     for role in megatron_roles(config):

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from verl.config.base import Config, FreeDict, Problem, did_you_mean, get_path, leaves
 from verl.config.checks.base import validator
-from verl.config.ppo import ACTOR, REF, RM, ROLLOUT, PPOConfig
+from verl.config.ppo import ACTOR, ROLLOUT, PPOConfig
 from verl.config.tree import show
 from verl.utils.import_utils import split_file_name
 
@@ -130,15 +130,6 @@ class Names(NamedTuple):
 
 LIMITS: tuple[Limit, ...] = (
     # backends
-    *(
-        Limit(
-            f"{role}.strategy",
-            "the Megatron backend",
-            "use fsdp2 or deepspeed, or local for one process",
-            registered("workers/engine/**/*.py", "register_engine"),
-        )
-        for role in (ACTOR, REF, "critic", RM)
-    ),
     Limit("trainer.device", "Ascend NPUs", "use cuda or cpu", ("cuda", "cpu")),
     # rollout
     Limit(

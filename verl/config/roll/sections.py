@@ -5,7 +5,6 @@ from typing import Any
 
 from verl.config.base import did_you_mean
 from verl.config.checks.megatron import needs_transformer_engine
-from verl.config.checks.support import registered
 from verl.config.roll.batch import Roll
 from verl.config.roll.table import (
     ACTOR,
@@ -75,11 +74,7 @@ def _training(key: str, role: str, name: str, settings: Section, roll: Roll) -> 
     engine, place = listed("engines")["training"][name], listed("places")[role]["role"]
     option, of_actor, config = f"{place}.strategy", f"{ACTOR}.strategy", f"{key}.strategy_config"
     chosen = roll.given.get(option)
-    if roll.is_megatron(role) and engine == "megatron" and "megatron" not in built_engines():
-        follows = str(roll.get("actor_train.strategy_args.strategy_name")).startswith("megatron")
-        why = "Megatron is not built; FSDP2 shards the same model over the same devices"
-        yield Refuse(f"{key}.strategy_name", name, why, (f"{of_actor if follows else option}=fsdp2",))
-    elif engine == "megatron" and roll.is_megatron(role):
+    if engine == "megatron" and roll.is_megatron(role):
         yield Set(option, "megatron")
         yield from _megatron(config, role, settings, roll)
     elif engine == "megatron":
@@ -100,10 +95,6 @@ def _training(key: str, role: str, name: str, settings: Section, roll: Roll) -> 
             yield from _in_place_of_megatron(role, settings, engine)
         else:
             yield from _fsdp(config, listed("places")[role]["fsdp"], settings)
-
-
-def built_engines() -> tuple[str, ...]:
-    return registered("workers/engine/**/*.py", "register_engine")
 
 
 def _megatron(key: str, role: str, settings: Section, roll: Roll) -> Iterator[Outcome]:
