@@ -3,6 +3,7 @@
 import errno
 import os
 import sys
+import threading
 
 import pytest
 import torch
@@ -141,12 +142,13 @@ def test_a_full_disk_is_said_with_what_was_needed(tmp_path, monkeypatch):
 
 
 def test_a_full_disk_is_said_of_the_drivers_files_and_of_samples_too(tmp_path):
-    (tmp_path / "trainer.json.part").symlink_to("/dev/full")
+    part = f"{os.getpid()}-{threading.get_ident()}.part"
+    (tmp_path / f"trainer.json.{part}").symlink_to("/dev/full")
     with pytest.raises(
         OSError, match=r"trainer.json was not written and its disk has [\d,]+ left. Free some, keep fewer"
     ):
         save_driver_state(tmp_path, {"rows": [1]}, {"a": 1})
-    (tmp_path / "3.part").symlink_to("/dev/full")
+    (tmp_path / f"3.jsonl.{part}").symlink_to("/dev/full")
     with pytest.raises(
         OSError, match=r"3.jsonl was not written and .*or keep no samples: trainer.rollout_data_dir=null"
     ):
