@@ -5,6 +5,7 @@ import re
 import signal
 import subprocess
 import sys
+from importlib.util import find_spec
 
 import psutil
 import pytest
@@ -14,8 +15,7 @@ from tests.support.runs import main_ppo, make_task, overrides, read_metrics
 from tests.trainer.test_learning import ACTOR, LEARNING, TINY
 from verl.utils.exit_codes import ExitCode
 
-pytest.importorskip("megatron.core")
-pytest.importorskip("mbridge")
+pytestmark = pytest.mark.skipif(find_spec("mbridge") is None, reason="needs megatron-core and mbridge")
 
 SETTINGS = {
     **{key: value for key, value in {**LEARNING, **TINY}.items() if key != "size" and "fsdp_config" not in key},

@@ -2,6 +2,7 @@
 was not stopped."""
 
 import json
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,7 @@ from verl.models.loader import ModelSpec
 from verl.utils.import_utils import load_extern_type
 from verl.workers.engine import build_engine
 
-pytest.importorskip("megatron.core")
-pytest.importorskip("mbridge")
+pytestmark = pytest.mark.skipif(find_spec("mbridge") is None, reason="needs megatron-core and mbridge")
 
 MODELS_HERE = ("qwen2-tied", "qwen3_moe", "qwen2-critic")
 CONVERTER = Path(__file__).parents[3] / "scripts" / "converter_hf_to_mcore.py"
