@@ -64,7 +64,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         return
     run_from_command_line(
         lambda config: serve(config, command.checkpoint),
-        ["trainer.val_only=false", "rollout.n=1", *command.arguments],
+        ["trainer.val_only=false", "rollout.n=1", "rollout.mode=async", *command.arguments],
         config_name=GenerationConfig.config_name,
         root=GenerationConfig,
         examine=examine_model,
