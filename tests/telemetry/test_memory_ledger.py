@@ -61,6 +61,7 @@ def test_a_run_shows_a_table_once_and_logs_each_phase(tmp_path, capsys, critic):
             make_task(tmp_path / "task"),
             trainer__total_training_steps=2,
             trainer__memory_ledger=True,
+            actor_rollout_ref__actor__skip_old_log_probs=False,
             trainer__logger="[file]",
             trainer__default_local_dir=tmp_path / "run",
             **gae,

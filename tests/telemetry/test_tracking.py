@@ -135,7 +135,7 @@ def test_wandb_key_is_looked_for_in_environment_and_netrc(monkeypatch, tmp_path)
 def test_an_unknown_name_lists_the_known_ones_and_the_nearest():
     with pytest.raises(
         ValueError,
-        match=r"trainer.logger='tensorbord'.*aim, clearml, console, file, mlflow, .*tensorboard, .*'tensorboard'",
+        match=r"trainer.logger='tensorbord'.*aim, clearml, console, file, .*mlflow, .*tensorboard, .*'tensorboard'",
     ):
         Tracking("p", "e", ["console", "tensorbord"])
 
