@@ -137,7 +137,7 @@ def test_other_roles_follow_the_actors_free_entries_where_they_have_none_of_thei
 BEYOND = {
     "fp32 on two ranks of a CPU": ([f"{A}.megatron.tensor_model_parallel_size=2"], []),
     "defaults on a GPU": (["trainer.device=cuda", "trainer.n_gpus_per_node=1", f"{A}.megatron.dtype=bf16"],
-                          ["CUDA devices", "bf16"]),
+                          ["CUDA devices"]),
     "three factors": (
         ["trainer.n_gpus_per_node=8", f"{A}.megatron.tensor_model_parallel_size=2",
          f"{A}.megatron.pipeline_model_parallel_size=2"],
@@ -146,7 +146,8 @@ BEYOND = {
     "recomputation": ([f"{A}.megatron.override_transformer_config.recompute_granularity=full"], []),
     "an entry": ([f"+{A}.megatron.override_transformer_config.moe_router_dtype=fp32"],
                  ["override_transformer_config.moe_router_dtype"]),
-    "offload": (["trainer.device=cuda", f"{A}.megatron.param_offload=true"], ["several CUDA devices", "param_offload"]),
+    "another sampler": (["trainer.device=cuda", "actor_rollout_ref.rollout.name=vllm"],
+                        ["several CUDA devices", "weights for vllm"]),
 }  # fmt: skip
 
 

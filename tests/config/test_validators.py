@@ -34,7 +34,7 @@ TAUGHT = [f"{DISTIL}.enabled=true", f"{DISTIL}.teacher_models.one.model_path=a",
           f"{ROLLOUT}.n=2"]  # fmt: skip
 AT = f"{DISTIL}.teacher_models.one.server_urls"
 SERVED = [f"{DISTIL}.enabled=true", f"{AT}=http://node:8000", "algorithm.adv_estimator=grpo", f"{ROLLOUT}.n=2"]
-APART = [*TAUGHT, f"{DISTIL}.nnodes=1", f"{DISTIL}.n_gpus_per_node=2"]
+TAUGHT_APART = [*TAUGHT, f"{DISTIL}.nnodes=1", f"{DISTIL}.n_gpus_per_node=2"]
 TWO = [*TAUGHT, f"{DISTIL}.teacher_models.two.model_path=b"]
 
 BAD = {
@@ -55,13 +55,13 @@ BAD = {
     "a server at another temperature": (
         [*SERVED, f"{ROLLOUT}.temperature=0.7"], "rollout.temperature=0.7: servers give log-probs of the logits"),
     "a rollout engine over workers that are not there": (
-        [*APART, f"{DISTIL}.teacher_models.one.inference.tensor_model_parallel_size=3"],
+        [*TAUGHT_APART, f"{DISTIL}.teacher_models.one.inference.tensor_model_parallel_size=3"],
         "tensor_model_parallel_size=3 does not divide the 2 workers of distillation.nnodes"),
     "a rollout engine at another temperature": (
-        [*APART, f"{DISTIL}.teacher_models.one.inference.name=vllm", f"{DISTIL}.temperature=2"],
+        [*TAUGHT_APART, f"{DISTIL}.teacher_models.one.inference.name=vllm", f"{DISTIL}.temperature=2"],
         "inference with another temperature than 1"),
     "an unknown key of a teacher's engine": (
-        [*APART, f"{DISTIL}.teacher_models.one.inference.tp=2"], "one.inference.tp"),
+        [*TAUGHT_APART, f"{DISTIL}.teacher_models.one.inference.tp=2"], "one.inference.tp"),
     "a loss without a gradient": ([*TAUGHT, f"{LOSS}.loss_mode=k1"], "zero on average whatever the teacher is"),
     "no advantage of a token": (
         [*TAUGHT, f"{LOSS}.loss_mode=jsd_topk", f"{LOSS}.use_policy_gradient=true"], "so it is no advantage of it"),

@@ -195,6 +195,7 @@ KEYS = [
     (f"{SETTINGS}.ddp_bucket_size", 1000, MEGATRON, {f"{A}.megatron.override_ddp_config.bucket_size": 1000}),
     (f"{SETTINGS}.use_distributed_optimizer", False, MEGATRON, {f"{A}.megatron.use_distributed_optimizer": False}),
     (f"{SETTINGS}.mtp_num_layers", 1, MEGATRON, "several tokens"),
+    (f"{SETTINGS}.moe_aux_loss_coeff", 0.01, MEGATRON, "no auxiliary loss"),
     (f"{SETTINGS}.optimizer", "sgd", MEGATRON, "AdamW"),
     (f"{SETTINGS}.tensor_model_parallel_sise", 2, MEGATRON, "did you mean 'tensor_model_parallel_size'"),
     *((f"actor_infer.strategy_args.strategy_config.{name}", value, {"strategy_name": "vllm"}, {option: value})

@@ -318,11 +318,9 @@ def not_exercised(config: PPOConfig) -> list[str]:
     factors = {name for name in ("tp", "pp", "vpp", "cp", "ep", "dp") if getattr(mesh, name) > 1}
     if factors not in _EXERCISED_MESHES:
         found.append(f"{', '.join(name for name in ('tp', 'pp', 'vpp', 'cp', 'ep', 'dp') if name in factors)} together")
-    formats = {role.section.megatron.compute_dtype for role in roles} - {"fp32"}
-    found += sorted(formats)
+    if config.actor_rollout_ref.rollout.name != "hf":
+        found.append(f"weights for {config.actor_rollout_ref.rollout.name}")
     for role in roles:
-        offloads = [name for name in ("param", "grad", "optimizer") if role.section.megatron[f"{name}_offload"]]
-        found += [f"{name}_offload" for name in offloads if config.trainer.device != "cpu"]
         for key, entries in _free_forms(role):
             used = [name for name, value in entries.items() if value not in (None, False)]
             if entries.get("recompute_granularity") != "selective":
