@@ -62,8 +62,6 @@ def is_numeric(item: pytest.Item) -> bool:
     """Whether a test is repeated with the kernels of another CPU."""
     if item.name.startswith("test_grpo_learns_with_an_adapter"):
         return False  # 150 seconds with AVX2's kernels in place of 15; its spread on them is in learning-spread.json
-    if item.path.stem.startswith("test_megatron"):  # its tolerances hold for any, and all ranks start for it
-        return False
     if item.path.stem == "test_deepspeed":  # what it saves, frees and refuses is the same with any kernels
         return item.name.startswith(("test_every_stage", "test_bf16"))
     if item.name.startswith("test_a_method_reaches_a_reward"):  # some for all: they differ in their losses, not kernels
