@@ -66,7 +66,8 @@ CASES = {
     "pp2, two pieces a stage": Case({**PP, "virtual_pipeline_model_parallel_size": 2}),
     "pp2, uneven, recomputed": Case({**PP, "override_transformer_config": {
         **FULL, "num_layers_in_first_pipeline_stage": 3, "num_layers_in_last_pipeline_stage": 1}}, "qwen3"),
-    "dp2": Case({}, packed=True),
+    "dp2, overlap": Case({"override_ddp_config": {"overlap_grad_reduce": True, "overlap_param_gather": True}},
+                         packed=True),
     "dp2, whole optimizer, overlap": Case({"use_distributed_optimizer": False, "override_ddp_config": {
         "overlap_grad_reduce": True}}),
     "tp2, offloaded": Case({**TP, "param_offload": True, "grad_offload": True, "optimizer_offload": True}),

@@ -30,7 +30,7 @@ WHOLE = {"use_distributed_optimizer": False}
 RESUMED = {
     "tp2 as tp2": ("qwen2-tied", TP, TP),
     "tp2 as pp2, two pieces a stage": ("qwen2-tied", TP, VPP),
-    "tp2 as dp2": ("qwen2-tied", TP, {}),
+    "tp2 as dp2, offloaded": ("qwen2-tied", TP, {"param_offload": True, "optimizer_offload": True}),
     "pp2 as tp2": ("qwen2-tied", PP, TP),
     "experts on both, as split": ("qwen3_moe", EP, TP),
     "experts split, as on both": ("qwen3_moe", TP, EP),
@@ -42,7 +42,8 @@ RESUMED = {
 def step_and_weights(engine, seed) -> tuple[dict, dict]:
     data = make_batch(4, seed=seed)
     size, rank = engine.topology.dp_size, engine.topology.dp_rank
-    metrics = engine.train_step(data[slice(rank * 4 // size, (rank + 1) * 4 // size)], ppo_loss())
+    with engine.on_device(optimizer=True):
+        metrics = engine.train_step(data[slice(rank * 4 // size, (rank + 1) * 4 // size)], ppo_loss())
     engine.step_schedule()
     return metrics, {name: tensor.clone() for name, tensor in engine.weights()}
 

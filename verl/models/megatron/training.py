@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import fields
 from typing import Any
 
@@ -123,45 +123,50 @@ class Offload:
     """Memory that is taken from the device and given back; views of it stay as they are, for megatron-core holds many.
 
     Args:
-        tensors: distinct or not; what shares its memory with ``others`` stays.
+        tensors: gives them when memory is taken: an optimizer makes new ones as it loads its state. Distinct or not.
         keeps: whether the numbers are kept, in host memory; else they are zero afterwards.
+        others: what shares its memory with these stays.
     """
 
     def __init__(
-        self, tensors: Iterable[Tensor], device: torch.device, keeps: bool = True, others: Iterable[Tensor] = ()
+        self,
+        tensors: Callable[[], Iterable[Tensor]],
+        device: torch.device,
+        keeps: bool = True,
+        others: Iterable[Tensor] = (),
     ) -> None:
-        taken = {tensor.untyped_storage()._cdata for tensor in others}
-        self._storages = {
-            storage._cdata: storage
-            for storage in (tensor.untyped_storage() for tensor in tensors if tensor.device == device)
-            if storage._cdata not in taken
-        }
-        self._device, self._keeps = device, keeps
-        self._sizes: dict[int, int] = {}
+        self._tensors, self._device, self._keeps = tensors, device, keeps
+        self._others = {tensor.untyped_storage()._cdata for tensor in others}
+        self._taken: dict[int, tuple[torch.UntypedStorage, int]] = {}
         self._copies: dict[int, Tensor] = {}
 
     @torch.no_grad()
     def to_host(self) -> None:
         """Take the memory; nothing where it is taken already."""
-        for key, storage in self._storages.items():
-            if size := storage.nbytes():
-                self._sizes[key] = size
-                if self._keeps:
-                    # made once, and used again
-                    if key not in self._copies:
-                        is_cuda = self._device.type == "cuda"
-                        self._copies[key] = torch.empty(size, dtype=torch.uint8, pin_memory=is_cuda)
-                    self._copies[key].copy_(self._bytes(storage))
-                storage.resize_(0)
+        copies: dict[int, Tensor] = {}
+        for storage in (tensor.untyped_storage() for tensor in self._tensors() if tensor.device == self._device):
+            key, size = storage._cdata, storage.nbytes()
+            if key in self._others or not size:
+                continue
+            if self._keeps:
+                # made once, and used again
+                copy = self._copies.get(key)
+                if copy is None or len(copy) != size:
+                    copy = torch.empty(size, dtype=torch.uint8, pin_memory=self._device.type == "cuda")
+                copies[key] = copy.copy_(self._bytes(storage))
+            self._taken[key] = storage, size
+            storage.resize_(0)
+        self._copies.update(copies)
 
     @torch.no_grad()
     def to_device(self) -> None:
         """Give the memory back."""
-        for key, storage in self._storages.items():
-            if size := self._sizes.pop(key, 0):
-                storage.resize_(size)
-                place = self._bytes(storage)
-                place.copy_(self._copies[key], non_blocking=True) if self._keeps else place.zero_()
+        for key, (storage, size) in self._taken.items():
+            storage.resize_(size)
+            place = self._bytes(storage)
+            place.copy_(self._copies[key], non_blocking=True) if self._keeps else place.zero_()
+        self._copies = {key: copy for key, copy in self._copies.items() if key in self._taken}
+        self._taken.clear()
 
     def _bytes(self, storage: torch.UntypedStorage) -> Tensor:
         return torch.empty(0, dtype=torch.uint8, device=self._device).set_(storage)

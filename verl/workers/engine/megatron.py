@@ -367,13 +367,13 @@ class MegatronEngine(Engine):
         weights, moves = list(self.module.parameters()), has_own_memory(self.device)
         self._offloads: dict[str, list[training.Offload]] = {"model": [], "optimizer": []}
         if moves and section.param_offload:
-            self._offloads["model"].append(training.Offload(weights, self.device))
+            self._offloads["model"].append(training.Offload(lambda: weights, self.device))
         if moves and section.optimizer_offload and self.optimizer is not None:
-            state = training.optimizer_tensors(self.optimizer)
+            state = partial(training.optimizer_tensors, self.optimizer)
             self._offloads["optimizer"].append(training.Offload(state, self.device, others=weights))
         if moves and section.grad_offload and self.optimizer is not None:
             # between updates nobody reads them
-            buffers = training.gradient_buffers(self.model)
+            buffers = partial(training.gradient_buffers, self.model)
             self._offloads["optimizer"].append(training.Offload(buffers, self.device, keeps=False))
 
     def move(self, to_host: bool, *, model: bool, optimizer: bool) -> None:
