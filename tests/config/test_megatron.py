@@ -178,6 +178,8 @@ UNFIT = {
         1, {"model_type": "qwen3", "num_experts": 0}, {"expert_model_parallel_size": 2}),
     "sequence_parallel=false with tp 2 and the experts": (2, {}, {"sequence_parallel": False}),
     "expert_tensor_parallel_size=1 with tp 2, ep 1": (2, {}, {"expert_tensor_parallel_size": 1}),
+    "dist_checkpointing_path=/nowhere holds no distributed checkpoint .*converter_hf_to_mcore": (
+        1, {}, {"use_dist_checkpointing": True, "dist_checkpointing_path": "/nowhere"}),
     "a model of type gpt2 is not mapped to it. Admitted are llama, qwen2": (1, {"model_type": "gpt2"}, {}),
     "a model of type deepseek_v3 is in mbridge, but": (1, {"model_type": "deepseek_v3"}, {}),
 }  # fmt: skip

@@ -283,6 +283,13 @@ def _megatron_shares_the_model(config: PPOConfig) -> Iterator[Problem]:
         whose = f"of {path}={get_path(config, path)}"
         sizes = role.section.megatron
         mesh = sizes.mesh(config.trainer.world_size)
+        stored = Path(sizes.dist_checkpointing_path or "").expanduser() if sizes.use_dist_checkpointing else None
+        if stored is not None and not (stored / "metadata.json").exists():
+            text = (
+                "holds no distributed checkpoint of megatron-core: there is no metadata.json in it. Give the folder "
+                "that scripts/converter_hf_to_mcore.py wrote, or dist_ckpt of a run's checkpoint."
+            )
+            yield problem(config, f"{role.place}.dist_checkpointing_path", text)
         if model.model_type not in FAMILIES:
             reason = REFUSED_FAMILIES.get(model.model_type, "is not mapped to it")
             text = (
