@@ -102,8 +102,10 @@ def _whole(part: DistributedOptimizer, parameter: Tensor, name: str, ranges: dic
     """One state of a parameter, joined from data-parallel ranks in host memory of the first, the one that writes it."""
     group = part.data_parallel_group
     whole = torch.zeros(parameter.numel(), dtype=torch.float32, device=parameter.device)
-    if (own := ranges.get(id(parameter))) is not None:
-        whole[own.start : own.end] = _own_state(part, parameter)[name].view(-1)
+    own = ranges.get(id(parameter))
+    # other optimizers than torch's have no moments before their first step
+    if own is not None and (state := _own_state(part, parameter).get(name)) is not None:
+        whole[own.start : own.end] = state.view(-1)
     if group.size() > 1:
         dist.all_reduce(whole, group=group)
     if group.rank() > 0:

@@ -14,6 +14,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from megatron.core import parallel_state
 from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 
@@ -133,7 +134,7 @@ def use_own_layers(spec: Any) -> Any:
         attention = modules.self_attention.submodules
         attention.core_attention = Attention
         for name in ("q_layernorm", "k_layernorm"):
-            if getattr(getattr(attention, name, None), "__name__", "") == "WrappedTorchNorm":
+            if getattr(attention, name, None) not in (None, IdentityOp):
                 setattr(attention, name, Norm)
     spec.layer_norm = Norm
     return spec
