@@ -362,8 +362,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--device", choices=["cuda", "cpu"], help="of the all-reduce; default: cuda where Ray has GPUs")
     parser.add_argument("--folder", default=".", help="where checkpoints are to go (trainer.default_local_dir)")
     parser.add_argument("--shared", action="store_true", help="fail unless all nodes see one --folder")
-    engines = {"action": "append", "default": [], "choices": ["vllm", "sglang"]}
-    parser.add_argument("--engine", help="import it on every node", **engines)
+    parser.add_argument(
+        "--engine", action="append", default=[], choices=["vllm", "sglang"], help="import it on every node"
+    )
     parser.add_argument("--MiB", type=int, default=64, help="size of the object and of the tensor (default: 64)")
     parser.add_argument("--port", type=int, default=_PORT, help=f"of the all-reduce, on the first node ({_PORT})")
     parser.add_argument("--timeout", type=float, default=120.0, help="seconds for a step of the check (default: 120)")

@@ -7,6 +7,7 @@ worker asks for its rows.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -26,7 +27,9 @@ from verl.workers.roles import TOKENS
 from verl.workers.rollout import get_rollout_class
 from verl.workers.rollout.base import Request, RolloutEngine, SamplingParams
 from verl.workers.rollout.monitor import engine_phase
-from verl.workers.teacher_server import ServedTeacher, TokenLogProbs, token_log_probs
+
+if TYPE_CHECKING:  # it imports aiohttp, which most runs do without
+    from verl.workers.teacher_server import ServedTeacher, TokenLogProbs
 
 TEACHER_INDEX = "teacher_index"
 """Column (B,) int64: which teacher scores a row, by its place in ``distillation.teacher_models``."""
@@ -57,6 +60,8 @@ class TeacherWorker(HybridWorker):
             self.served, self.rollouts = {}, {}
             for name, teacher in options.teachers().items():
                 if teacher.is_served:
+                    from verl.workers.teacher_server import ServedTeacher
+
                     self.served[name] = ServedTeacher(name, teacher)
                     continue
                 if name in options.in_rollout_engines:
@@ -164,6 +169,8 @@ def _read(
     # a padded vocabulary ends later than the policy's: its tokens are left out, and others take their place
     more = min(128, max(0, (engine.vocab_size or vocab) - vocab)) if k else 0
     sampling = SamplingParams(1, do_sample=False, prompt_log_probs=k + more)
+    from verl.workers.teacher_server import token_log_probs
+
     assert engine.version is not None, "it has read its weights"
     completions = engine.generate([Request(tuple(ids), sampling) for ids in texts], engine.version)
     found = []
