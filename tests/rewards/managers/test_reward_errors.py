@@ -130,6 +130,7 @@ def test_async_rewards_are_computed_while_log_probs_are(task, tmp_path, monkeypa
         custom_reward_function__name="compute_scores",
         reward_model__reward_manager="batch",
         reward_model__launch_reward_fn_async=background,
+        actor_rollout_ref__actor__skip_old_log_probs=False,
         reward_model__self_test="off",
         **{"+custom_reward_function__reward_kwargs__log": tmp_path / "log"},
     )
