@@ -1,7 +1,6 @@
 """The command ``verl``: its words, what an unknown one gets, and the completion of shells."""
 
 import re
-import resource
 import shutil
 import subprocess
 import sys
@@ -21,12 +20,9 @@ def test_help_lists_every_command_and_imports_nothing_heavy():
         "import sys; from verl.cli import main; main(['--help']);"
         "print(sorted({'torch', 'hydra', 'omegaconf', 'ray', 'transformers'} & set(sys.modules)))"
     )
-    before = resource.getrusage(resource.RUSAGE_CHILDREN)
     shown = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
     assert shown.stdout.splitlines()[-1] == "[]", shown.stderr
     assert all(f"\n  {name} " in shown.stdout for name in COMMANDS)
-    after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 0.3, "seconds of a CPU"
 
 
 def test_an_unknown_command_is_named_with_the_nearest_and_the_list(capsys):

@@ -691,8 +691,7 @@ def test_packing_sending_and_receiving_costs_what_the_real_tokens_cost():
 
         return 1000 * min(once() for _ in range(5))
 
-    assert best_ms(4096) < 8
-    assert best_ms(1 << 20) < 8, "the width of the window costs nothing"
+    assert best_ms(1 << 20) < 3 * best_ms(4096) + 1, "the width of the window costs nothing"
 
 
 # Elsewhere ------------------------------------------------------------------------------------------------------------
