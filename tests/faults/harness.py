@@ -29,6 +29,7 @@ SMALL = {
     "data__max_response_length": 4,
     "actor_rollout_ref__actor__ppo_mini_batch_size": 2,
     "actor_rollout_ref__actor__ppo_micro_batch_size_per_gpu": 4,
+    "actor_rollout_ref__actor__skip_old_log_probs": False,  # faults strike that pass too
     "actor_rollout_ref__rollout__n": 2,
     "reward_model__self_test": "off",
     "trainer__logger": "[file]",

@@ -1,8 +1,10 @@
 """Each fault at each stage ends the run with its class, its place and its words, soon, and leaves nothing."""
 
 import errno
+import os
 import re
 import signal
+import threading
 
 import pytest
 import torch
@@ -21,6 +23,7 @@ from tests.faults.harness import (
 )
 from tests.support.runs import make_task
 from verl.checkpoint import checkpoint_manager, run_state
+from verl.trainer.ppo import run_log
 from verl.trainer.ppo.ray_trainer import RayPPOTrainer
 from verl.utils.exit_codes import ExitCode
 from verl.workers.disjoint import ActorWorker, RolloutWorker
@@ -133,9 +136,15 @@ def test_a_disk_that_is_full_behind_training_ends_the_run(task, tmp_path):
 
 
 def test_a_disk_that_is_full_of_samples_ends_the_run(task, tmp_path):
-    (tmp_path / "samples").mkdir()
-    (tmp_path / "samples" / "1.part").symlink_to("/dev/full")
-    ended = run_cell(config_of(task, tmp_path, rollout_data_dir=str(tmp_path / "samples")), tmp_path, None)
+    samples = tmp_path / "samples"
+    samples.mkdir()
+
+    def fill():
+        (samples / f"1.jsonl.{os.getpid()}-{threading.get_ident()}.part").symlink_to("/dev/full")
+
+    ended = run_cell(
+        config_of(task, tmp_path, rollout_data_dir=str(samples)), tmp_path, Strike(run_log, "_write_samples", fill)
+    )
     assert ended.code == CODE.CHECKPOINT and not ended.left, ended.text[-2000:]
     assert "keep no samples: trainer.rollout_data_dir=null" in ended.text
 
