@@ -72,7 +72,11 @@ run_tier() (
     echo "== $1"
     use_level "${1#isa-}"
     part=()
-    case $1 in *-[1-4]of4) part=(--part "${1: -4:1}/4") ;; esac
+    case $1 in
+        *-[1-4]of4) part=(--part "${1: -4:1}/4") ;;
+        isa-*) part=(--mentions numerics) ;;
+        ranks | ray | learning | vllm | sglang) part=(--mentions "$1") ;;
+    esac
     if [ "$1" = types ]; then
         .venv/bin/mypy
     else

@@ -5,6 +5,7 @@ import importlib.util
 import os
 import signal
 import zlib
+from functools import cache
 from pathlib import Path
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell's background job; tests interrupt what they start
@@ -28,12 +29,34 @@ NUMERIC = {
 """Tests whose numbers depend on the kernels that a CPU gets; learning tests are the others."""
 
 
+TIERS = ("ranks", "ray", "learning", "vllm", "sglang", "numerics")
+"""Markers of whose tests scripts/test.sh collects the files alone: importing all of them takes half a minute."""
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--part", metavar="K/N", help="collect the K-th of N parts of the files, as scripts/test.sh does")
+    parser.addoption("--mentions", metavar="MARKER", help="collect the files that name a marker: the others have none")
+
+
+@cache
+def text_of(path: Path) -> str:
+    return path.read_text(encoding="utf-8") if path.exists() else ""
+
+
+def mentions(path: Path, marker: str) -> bool:
+    """Whether a file of tests, or a conftest.py between it and this one, names ``marker``."""
+    if marker == "numerics" and (path in NUMERIC or mentions(path, "learning")):
+        return True
+    folders = [folder for folder in path.parents if HERE in folder.parents]
+    return any(marker in text_of(place) for place in (path, *(folder / "conftest.py" for folder in folders)))
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    if not (part := config.getoption("part")) or collection_path.suffix != ".py":
+    if collection_path.suffix != ".py":
+        return None
+    if marker := config.getoption("mentions"):
+        return not mentions(collection_path, marker) or None
+    if not (part := config.getoption("part")):
         return None
     number, count = map(int, part.split("/"))
     return zlib.crc32(collection_path.relative_to(HERE).as_posix().encode()) % count != number - 1 or None
@@ -80,6 +103,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.ranks)
         if is_numeric(item):
             item.add_marker(pytest.mark.numerics)
+        for name in TIERS:
+            if item.get_closest_marker(name) and not mentions(item.path, name):
+                raise pytest.UsageError(f"{item.path} has tests of {name} and does not name it: --mentions misses them")
         for name in missing:
             if item.get_closest_marker(name):
                 item.add_marker(pytest.mark.skip(reason=f"needs {name}: bash scripts/install_engines.sh {name}"))
