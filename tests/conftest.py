@@ -45,7 +45,7 @@ def text_of(path: Path) -> str:
 
 def mentions(path: Path, marker: str) -> bool:
     """Whether a file of tests, or a conftest.py between it and this one, names ``marker``."""
-    if marker == "numerics" and (path in NUMERIC or mentions(path, "learning")):
+    if marker == "numerics" and (path in NUMERIC or path == HERE / "trainer" / "test_learning.py"):
         return True
     folders = [folder for folder in path.parents if HERE in folder.parents]
     return any(marker in text_of(place) for place in (path, *(folder / "conftest.py" for folder in folders)))
@@ -89,8 +89,8 @@ def is_numeric(item: pytest.Item) -> bool:
         return item.name.startswith(("test_every_stage", "test_bf16"))
     if item.name.startswith("test_a_method_reaches_a_reward"):  # some for all: they differ in their losses, not kernels
         return item.callspec.params["method"] in ("ppo", "grpo", "gspo", "dapo")
-    # agents learn through the kernels that the trainer's tests of learning run with other instruction sets
-    learns = item.get_closest_marker("learning") is not None and item.path.parent.name not in ("agents", "examples")
+    # all others learn through the kernels that these run with other instruction sets
+    learns = item.get_closest_marker("learning") is not None and item.path == HERE / "trainer" / "test_learning.py"
     return item.path in NUMERIC or learns
 
 

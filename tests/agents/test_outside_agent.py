@@ -43,10 +43,12 @@ def fails_at_times(base_url, api_key, row):
 '''
 
 
-@pytest.mark.parametrize("runs_in", ["thread", "process"])
-def test_what_the_agent_was_answered_is_what_the_actor_scores(run, runs_in, tmp_path):
+@pytest.mark.parametrize(("file", "runs_in"), [("agent.py", "thread"), ("agent_urllib.py", "process")])
+def test_what_the_agent_was_answered_is_what_the_actor_scores(run, file, runs_in, tmp_path):
+    if file == "agent.py":
+        pytest.importorskip("openai")
     before = set(threading.enumerate())
-    settings = {f"{AGENT}function": f"{EXAMPLES / 'agent_urllib.py'}:solve", f"{AGENT}runs_in": runs_in}
+    settings = {f"{AGENT}function": f"{EXAMPLES / file}:solve", f"{AGENT}runs_in": runs_in}
     trainer, steps = run(**SETTINGS, **settings)
     assert trainer.metrics["training/rollout_probs_diff_max"] < 1e-6
     assert trainer.metrics["num_turns/mean"] == 4 and trainer.metrics["critic/rewards/max"] > 0
@@ -94,11 +96,8 @@ def test_what_vllm_answered_is_what_the_actor_scores(run, tmp_path):
 
 
 @pytest.mark.learning
-@pytest.mark.parametrize("file", ["agent.py", "agent_urllib.py"])
-def test_an_agent_outside_learns(file, tmp_path, monkeypatch):
-    if file == "agent.py":
-        pytest.importorskip("openai")
-    settings = {**TINY, **SETTINGS, f"{AGENT}function": f"{EXAMPLES / file}:solve"}
+def test_an_agent_outside_learns(tmp_path, monkeypatch):
+    settings = {**TINY, **SETTINGS, f"{AGENT}function": f"{EXAMPLES / 'agent_urllib.py'}:solve"}
     del settings[f"{ROLLOUT}__calculate_log_probs"]
     rewards = rewards_of(tmp_path, monkeypatch, **settings)
     assert sum(rewards[:3]) / 3 < 0.3 and sum(rewards[-3:]) / 3 > 0.6, rewards

@@ -36,7 +36,6 @@ WAYS = {
         "actor_rollout_ref__actor__deepspeed__zero_stage": 3,
         "actor_rollout_ref__actor__deepspeed__stage3_param_persistence_threshold": 0,
     },
-    "two ranks on Ray": {**TWO_RANKS, "trainer__controller": "ray"},
 }
 TOLERANCES = {  # relative; Adam's first steps divide by tiny gradients, and the KL is what rounding grows into
     "critic/score/mean": 0,
@@ -71,7 +70,7 @@ def plain(tmp_path_factory):
         return numbers(tmp_path_factory.mktemp("plain"), "plain", monkeypatch)
 
 
-@pytest.mark.parametrize("way", [pytest.param(w, marks=pytest.mark.ray) if "Ray" in w else w for w in WAYS])
+@pytest.mark.parametrize("way", WAYS)  # on Ray: tests/test_cluster.py
 def test_three_steps_give_the_same_numbers(way, plain, tmp_path, monkeypatch):
     steps = numbers(tmp_path, "way", monkeypatch, **WAYS[way])
     for key, tolerance in TOLERANCES.items():

@@ -23,13 +23,8 @@ def controlled(name):
     controller.stop()
 
 
-@pytest.fixture(scope="module", params=["local", pytest.param("ray", marks=pytest.mark.ray)])
-def controller(request):
-    yield from controlled(request.param)
-
-
 @pytest.fixture(scope="module")
-def local_controller():
+def controller():
     yield from controlled("local")
 
 
@@ -51,11 +46,6 @@ def start(controller, model_folder):
     yield from starter(controller, model_folder("qwen2"))
 
 
-@pytest.fixture
-def start_local(local_controller, model_folder):
-    yield from starter(local_controller, model_folder("qwen2"))
-
-
 def signal_while_generating(group, number, rank=1):
     """Send a signal to one rank as soon as it generates."""
 
@@ -70,8 +60,8 @@ def signal_while_generating(group, number, rank=1):
     threading.Thread(target=send, daemon=True).start()
 
 
-def test_a_stopped_process_is_distinguished_from_a_slow_one_when_the_deadline_passes(start_local):
-    group = start_local()
+def test_a_stopped_process_is_distinguished_from_a_slow_one_when_the_deadline_passes(start):
+    group = start()
     signal_while_generating(group, signal.SIGSTOP)
     group.timeout = 3
     with pytest.raises(WorkerTimeout) as caught:
@@ -80,15 +70,15 @@ def test_a_stopped_process_is_distinguished_from_a_slow_one_when_the_deadline_pa
     assert "is stopped by a signal (SIGSTOP)" in text and "Rank 1:\nWhat it was doing: rollout engine hf" in text
 
 
-def test_a_hang_that_stops_all_of_python_is_ended_with_its_stack_too(start_local):
+def test_a_hang_that_stops_all_of_python_is_ended_with_its_stack_too(start):
     with pytest.raises(WorkerDied) as caught:
-        start_local(stall_timeout_s=1).generate_and_hang(1, 5, keep_lock=True)
+        start(stall_timeout_s=1).generate_and_hang(1, 5, keep_lock=True)
     assert "rollout engine hf, phase generate, 6 requests" in str(caught.value)
     assert "in hang" in caught.value.stderr_end
 
 
-def test_an_allocation_that_fails_names_the_keys_that_help(start_local):
-    group = start_local()
+def test_an_allocation_that_fails_names_the_keys_that_help(start):
+    group = start()
     with pytest.raises(WorkerError) as caught:
         group.generate_with_little_memory(8 << 20)
     assert caught.value.cause.startswith("verl.workers.rollout.memory.RolloutOutOfMemory")
@@ -111,8 +101,8 @@ def test_a_killed_engine_is_named_with_its_requests_its_memory_and_its_stderr(st
     assert "generating now" in caught.value.stderr_end
 
 
-def test_an_engine_that_finishes_no_step_is_ended_with_its_stacks(start_local):
-    group = start_local(stall_timeout_s=2)
+def test_an_engine_that_finishes_no_step_is_ended_with_its_stacks(start):
+    group = start(stall_timeout_s=2)
     with pytest.raises(WorkerDied) as caught:
         group.generate_and_hang(1, 5)
     text = str(caught.value)
