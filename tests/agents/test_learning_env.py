@@ -67,7 +67,7 @@ def test_an_agent_learns_to_cross_the_lake(successes):
 @pytest.mark.vllm
 def test_an_agent_learns_with_turns_from_vllm(successes):
     engine = {f"{ROLLOUT}__name": "vllm", f"{ROLLOUT}__calculate_log_probs": True}
-    engine["trainer__total_training_steps"] = 100
+    engine["trainer__total_training_steps"] = 20
     # heads of 32 numbers are the fewest that vLLM takes on a CPU, and with two of them a policy stays at the plateau
     scores = successes({"hidden_size": 128, "num_attention_heads": 4, "head_dim": 32}, **GIGPO, **engine)
     check_learned("frozen lake, vllm", scores, over=(10, 10))

@@ -52,7 +52,7 @@ BOUNDS = {
     "partial rollouts": Bound(0.5, 0.85),
     "one step off": Bound(0.5, 0.85),
     "frozen lake, grpo": Bound(0.1, 0.82),  # success; half of the lakes are crossed without reading the map
-    "frozen lake, vllm": Bound(0.1, 0.85),  # 100 steps
+    "frozen lake, vllm": Bound(0.1, 0.17),  # 20 steps, the beginning of its rise
     "tool": Bound(0.1, 0.85),  # 0.7 is the most without reading the answer
     "simulated user": Bound(0.2, 0.8),  # success; two thirds is the most without reading the answer
 }
