@@ -22,7 +22,7 @@ HERE = Path(__file__).parent
 NUMERIC = {
     HERE / "workers" / "engine" / f"test_{name}.py"
     for name in (
-        *("deepspeed", "engine", "full_kl", "invariance", "lora", "optim", "packed_images", "parity"),
+        *("engine", "full_kl", "invariance", "optim", "packed_images", "parity"),
         *("sequence_parallel", "shared_prompts"),
     )
 }
@@ -83,10 +83,6 @@ def has_cuda() -> bool:
 
 def is_numeric(item: pytest.Item) -> bool:
     """Whether a test is repeated with the kernels of another CPU."""
-    if item.name.startswith("test_grpo_learns_with_an_adapter"):
-        return False  # 150 seconds with AVX2's kernels in place of 15; its spread on them is in learning-spread.json
-    if item.path.stem == "test_deepspeed":  # what it saves, frees and refuses is the same with any kernels
-        return item.name.startswith(("test_every_stage", "test_bf16"))
     if item.name.startswith("test_a_method_reaches_a_reward"):  # some for all: they differ in their losses, not kernels
         return item.callspec.params["method"] in ("ppo", "grpo", "gspo", "dapo")
     # all others learn through the kernels that these run with other instruction sets

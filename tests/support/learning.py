@@ -40,7 +40,6 @@ BOUNDS = {
     "optimal_token_baseline": Bound(0.2, 0.85),
     "two ranks on Ray": Bound(0.5, 0.85),
     "megatron": Bound(0.5, 0.75),
-    "vllm, sync": Bound(0.5, 0.85),
     "vllm, async": Bound(0.5, 0.85),
     "sglang, async": Bound(0.5, 0.85),
     "adapter, hf": Bound(0.25, 0.4),  # of 11 runs the worst ends at 0.48, the best at 0.82

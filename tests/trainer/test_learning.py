@@ -36,7 +36,7 @@ def rewards_of(tmp_path, monkeypatch, size="2.5M", **settings):
     ("engine", "mode"),
     [
         pytest.param(engine, mode, marks=getattr(pytest.mark, engine))
-        for engine, mode in [("vllm", "sync"), ("vllm", "async"), ("sglang", "async")]
+        for engine, mode in [("vllm", "async"), ("sglang", "async")]
     ],
 )
 def test_grpo_learns_with_another_engine(engine, mode, tmp_path, monkeypatch):

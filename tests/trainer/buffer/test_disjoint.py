@@ -33,7 +33,6 @@ SHARDED = {
 WAYS = {
     "one rank each": ({}, APART),
     "two ranks train, two sample": (SHARDED, {**APART, f"{ROLLOUT}__n_gpus_per_node": 2}),
-    "two ranks train, one samples, on Ray": (SHARDED, {**APART, "trainer__controller": "ray"}),
 }
 RUN = {
     "trainer__logger": "[file]",
@@ -76,7 +75,7 @@ def samples(folder, step):
     return [json.loads(line)["output"] for line in (folder / f"{step}.jsonl").read_text().splitlines()]
 
 
-@pytest.mark.parametrize("way", [pytest.param(w, marks=pytest.mark.ray) if "Ray" in w else w for w in WAYS])
+@pytest.mark.parametrize("way", WAYS)  # on Ray: tests/faults/test_on_ray.py
 def test_a_rollout_apart_gives_exactly_the_numbers_of_one_that_shares(way, once, tmp_path, monkeypatch):
     common, apart = WAYS[way]
     folder, together = once("sharded" if common else "plain", **common)

@@ -16,7 +16,6 @@ from transformers import AutoModelForCausalLM
 
 from tests.single_controller.test_listening import listening
 from tests.support.ranks import run_ranks
-from tests.support.runs import main_ppo, make_task, overrides
 from tests.workers.rollout.conftest import rollout_config, weights_of
 from tests.workers.rollout.sglang.scheduler_functions import HERE
 from tests.workers.rollout.test_contract import mixed_requests, processed_log_probs, some_prompts, tokens_of
@@ -374,23 +373,3 @@ def test_two_ranks_share_one_engine_over_two_processes(model_folder, reference):
         time.sleep(0.1)
     assert set(Path("/dev/shm").iterdir()) <= before, "left behind"
     assert all("shards of model.layers.0.self_attn.v_proj.weight" in rank["caught"] for rank in ranks)
-
-
-# -- whole runs --------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.ray
-def test_a_run_on_ray_with_two_replicas_samples_with_the_newest_weights(tmp_path):
-    done = main_ppo(
-        overrides(
-            make_task(tmp_path),
-            trainer__controller="ray",
-            trainer__n_gpus_per_node=2,
-            trainer__total_training_steps=2,
-            trainer__save_freq=-1,
-            actor_rollout_ref__actor__strategy="fsdp2",
-            actor_rollout_ref__rollout__name="sglang",
-            actor_rollout_ref__rollout__calculate_log_probs=True,
-        )
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
