@@ -34,12 +34,12 @@ def wait_for(condition, what, timeout_s=120):
         time.sleep(0.05)
 
 
-@pytest.mark.parametrize("controller", ["local"])  # on Ray: tests/faults/test_on_ray.py
-def test_killed_worker_ends_the_run_with_its_name_and_no_process_left(tmp_path, controller):
+def test_killed_worker_ends_the_run_with_its_name_and_no_process_left(tmp_path):
+    # on Ray: tests/single_controller/test_failures.py and tests/faults/test_on_ray.py
     task = make_task(tmp_path / "task")
     arguments = overrides(
         task,
-        trainer__controller=controller,
+        trainer__controller="local",
         trainer__n_gpus_per_node=2,
         actor_rollout_ref__actor__strategy="fsdp2",
         trainer__total_training_steps=100000,
@@ -50,7 +50,7 @@ def test_killed_worker_ends_the_run_with_its_name_and_no_process_left(tmp_path, 
             wait_for(lambda: "step:2" in (tmp_path / "log").read_text() or driver.poll() is not None, "the second step")
             assert driver.poll() is None, (tmp_path / "log").read_text()[-3000:]
             family = descendants(driver.pid)
-            worker = next(p for p in reversed(family) if is_worker(p, controller))
+            worker = next(p for p in reversed(family) if is_worker(p, "local"))
             worker.send_signal(signal.SIGKILL)
             started = time.monotonic()
             code = driver.wait(timeout=60)

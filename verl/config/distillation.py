@@ -27,7 +27,7 @@ _UNREAD_INFERENCE = (
 
 @dataclass
 class DistillationLossConfig(Config):
-    """The loss that draws the policy to its teacher, on the policy's own responses."""
+    """The loss between the policy and its teacher, on the policy's own responses."""
 
     loss_mode: DistillationMode = "k3"
     """forward_kl_topk, reverse_kl_topk, jsd_topk: KL(teacher || policy), KL(policy || teacher) or the generalised

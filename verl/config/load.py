@@ -467,7 +467,7 @@ _ABSENT = object()
 def _referred(root: dict, value: Any) -> Any:
     """The scalar that a chain of references to whole keys leads to; ``_ABSENT`` for all else, which OmegaConf resolves.
 
-    OmegaConf parses each reference anew, which was a third of the time to load a configuration.
+    OmegaConf parses each reference again, which was a third of the time to load a configuration.
     """
     for _ in range(8):
         found = _REFERENCE.fullmatch(value) if isinstance(value, str) else None

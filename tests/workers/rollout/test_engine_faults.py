@@ -16,16 +16,12 @@ from verl.single_controller.errors import WorkerDied, WorkerError, WorkerTimeout
 from verl.telemetry.flight_recorder import STALLED
 
 
-def controlled(name):
-    controller = get_controller(name)
+@pytest.fixture(scope="module")
+def controller():
+    controller = get_controller("local")
     controller.start({"num_cpus": 8, "object_store_memory_mb": 100}, {"OMP_NUM_THREADS": "1"})
     yield controller
     controller.stop()
-
-
-@pytest.fixture(scope="module")
-def controller():
-    yield from controlled("local")
 
 
 def starter(controller, folder):
