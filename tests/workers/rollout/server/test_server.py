@@ -2,8 +2,10 @@
 
 import asyncio
 import json
+import socket
 import threading
 import time
+from contextlib import suppress
 from copy import copy
 
 import httpx
@@ -313,6 +315,16 @@ def test_a_server_that_goes_away_is_named_with_its_last_requests(engines, serve)
 
     message = ask(server, work)
     assert server.address in message and "mine (prompt of 2 tokens, at most 100 more)" in message
+
+
+def test_a_connection_that_a_stopping_server_was_accepting_is_closed(engines, serve):
+    """Its client would wait for ever otherwise. Most tries meet the moment between the kernel's accept and ours."""
+    for _ in range(20):
+        server = serve(engines("hf"))
+        with socket.create_connection((server.host, server.port), timeout=60) as connection:
+            server.stop()
+            with suppress(ConnectionResetError):
+                assert connection.recv(1) == b""
 
 
 # -- whose turn --------------------------------------------------------------------------------------------------------

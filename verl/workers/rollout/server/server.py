@@ -169,6 +169,11 @@ class RolloutServer:
             started.set_result(None)
             await self._finished.wait()
         finally:
+            # asyncio drops, without closing it, a connection that it accepted just before the listener is closed; its
+            # client would wait for ever. Accept no more, and give the last one the turns it needs to be known.
+            asyncio.get_running_loop().remove_reader(listener)
+            for _ in range(3):
+                await asyncio.sleep(0)
             await runner.cleanup()
             listener.close()
 
