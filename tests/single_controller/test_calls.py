@@ -134,7 +134,11 @@ def test_rows_are_split_joined_in_order_and_padding_never_seen(start, count):
 
 
 def test_only_declared_columns_travel(start):
-    seen = start(Splitter).seen(rows(2, big=torch.zeros(2, 1000))).non_tensor_batch["seen"]
+    group = start(Splitter)
+    before = group.traffic.sent["Splitter", "seen"], group.traffic.nbytes
+    seen = group.seen(rows(2, big=torch.zeros(2, 1000))).non_tensor_batch["seen"]
+    sent, received = group.traffic.sent["Splitter", "seen"], group.traffic.received["Splitter", "seen"]
+    assert 2 * 8 < sent - before[0] < 2 * 4000 and received and group.traffic.nbytes > before[1]
     assert seen.tolist() == [["x", "name", "step"]] * 2
 
 

@@ -50,6 +50,10 @@ class PackedMessage(NamedTuple):
     inline: bytearray | None
     segment: SharedMemorySegment | None
 
+    @property
+    def nbytes(self) -> int:
+        return sum(self.sizes)
+
 
 class SharedMemoryPool:
     """The segments of one sender, free or in use."""
@@ -107,6 +111,8 @@ class ArgumentMessages:
     def __init__(self, memory_pool: SharedMemoryPool, call: str):
         self._memory_pool, self._call = memory_pool, call
         self._packed: dict[tuple, PackedMessage] = {}
+        self.nbytes = 0
+        """Bytes of all messages packed so far, each once."""
 
     def pack(self, args: tuple, kwargs: dict) -> PackedMessage:
         # by identity, while the requests of the call hold them: an id may be given again afterwards
@@ -119,6 +125,7 @@ class ArgumentMessages:
                     f"{self._call}: its arguments cannot be sent to another process: {error}. Functions and classes "
                     "must be importable by name: define them in a module, not inside a function."
                 ) from error
+            self.nbytes += self._packed[same].nbytes
         return self._packed[same]
 
 
@@ -137,6 +144,11 @@ class WireMessage(NamedTuple):
     """Segments of the receiver in which the sender holds no array any longer (one entry for each message)."""
     closed: list[int]
     """Segments that the sender has closed."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its content."""
+        return sum(self.sizes)
 
 
 class MessageEndpoint:
@@ -202,6 +214,8 @@ class Channel:
         self._socket = connection
         self._endpoint = MessageEndpoint(memory_pool)
         self._passed: set[int] = set()  # segments whose descriptor went over the socket
+        self.last_received = 0
+        """Bytes of the content of the message that `receive` returned last."""
 
     def fileno(self) -> int:
         return self._socket.fileno()
@@ -242,8 +256,10 @@ class Channel:
             message = b""
         if not message:
             raise EOFError("the other end of the channel is closed")
-        head, wire_message = pickle.loads(message)
-        return head, self._endpoint.open(WireMessage(*wire_message), fds[0] if fds else None)
+        head, content = pickle.loads(message)
+        wire_message = WireMessage(*content)
+        self.last_received = wire_message.nbytes
+        return head, self._endpoint.open(wire_message, fds[0] if fds else None)
 
     def _read(self, size: int) -> bytes:
         message = bytearray()

@@ -207,6 +207,7 @@ class ForkedHosts(Hosts):
             except OSError:  # its end is closed: read its remaining messages, up to its end
                 while True:
                     self._receive_from(rank)
+        self.traffic.add(role, method, sent=messages.nbytes)
         return calls
 
     def _wait(self, handles: Sequence[Call], timeout: float | None) -> list:
@@ -235,6 +236,7 @@ class ForkedHosts(Hosts):
             raise self._death(rank) from None
         # by number: answers of a rank come in order, those of several ranks do not
         call = self._calls.pop(number)
+        self.traffic.add(call.role, call.method, received=channel.last_received)
         if failed:
             call.finish(error=content)
             raise self._cause(content)

@@ -12,6 +12,7 @@ import threading
 import time
 import weakref
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -139,6 +140,25 @@ class Request(NamedTuple):
     """True: the output is sent back."""
 
 
+class Traffic:
+    """Bytes that travelled between the driver and the processes of a group, by role and method.
+
+    What several ranks read from one place counts once. A rank in the driver's own process is sent nothing.
+    """
+
+    def __init__(self) -> None:
+        self.sent: Counter[tuple[str, str]] = Counter()
+        self.received: Counter[tuple[str, str]] = Counter()
+
+    def add(self, role: str, method: str, sent: int = 0, received: int = 0) -> None:
+        self.sent[role, method] += sent
+        self.received[role, method] += received
+
+    @property
+    def nbytes(self) -> int:
+        return self.sent.total() + self.received.total()
+
+
 class Hosts(ABC):
     """The n processes behind one or several worker groups, each a `WorkerHost`.
 
@@ -152,6 +172,7 @@ class Hosts(ABC):
         self.failure: WorkerGroupError | None = None
         self.stopped = False
         self.deadlines = Deadlines()
+        self.traffic = Traffic()
         self._sent: weakref.WeakSet = weakref.WeakSet()  # handles that nobody has waited for
         self._lock = threading.RLock()  # threads of the driver take turns: a rank answers one call at a time anyway
 
@@ -350,6 +371,11 @@ class WorkerGroup(ABC):
     def stop(self) -> None:
         """End the processes of this group, and of every view of them."""
         self._hosts.stop()
+
+    @property
+    def traffic(self) -> Traffic:
+        """Bytes to and from its processes since they were started; views of the same processes share it."""
+        return self._hosts.traffic
 
     @property
     def failure(self) -> WorkerGroupError | None:

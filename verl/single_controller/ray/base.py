@@ -22,6 +22,7 @@ import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from verl.protocol import DataProto
 from verl.single_controller.base.worker import WorkerHost, free_port
 from verl.single_controller.base.worker_group import (
     ClassWithInitArgs,
@@ -346,6 +347,7 @@ class RayHosts(Hosts):
                 kwargs = {name: stored(value) for name, value in kwargs.items()}
                 ref = actor.call.remote(role, method, keep, *map(stored, args), **kwargs)
             calls.append(_RayCall(ref, rank, role, method, endpoint))
+        self.traffic.add(role, method, sent=messages.nbytes + stored.nbytes)
         return calls
 
     def _wait(self, handles: Sequence, timeout: float | None) -> list:
@@ -369,6 +371,9 @@ class RayHosts(Hosts):
             except RayTaskError as error:
                 raise self._failure(calls, error) from None
         wait.finish()
+        for call, answer in zip(calls, answers, strict=True):
+            size = answer.nbytes if isinstance(answer, WireMessage) else _pickled_bytes(answer)
+            self.traffic.add(call.role, call.method, received=size)
         return [call.output(answer) for call, answer in zip(calls, answers, strict=True)]
 
     def _local_pid(self, rank: int) -> int | None:
@@ -440,14 +445,27 @@ class _Stored:
         # identity is enough: the requests hold the values while this lives
         self._users = Counter(id(value) for request in requests for value in (*request.args, *request.kwargs.values()))
         self._refs: dict[int, ray.ObjectRef] = {}
+        self.nbytes = 0
+        """Bytes of the DataProtos so far, each once."""
 
     def __call__(self, value: Any) -> Any:
         small = isinstance(value, str | bytes | int | float | bool | ray.ObjectRef | None)
         if small or self._users[id(value)] < 2:
+            self.nbytes += _pickled_bytes(value)
             return value
         if id(value) not in self._refs:
+            self.nbytes += _pickled_bytes(value)
             self._refs[id(value)] = ray.put(value)
         return self._refs[id(value)]
+
+
+def _pickled_bytes(value: Any) -> int:
+    """Bytes of a DataProto on its way through Ray, which pickles it itself; other values count nothing."""
+    if not isinstance(value, DataProto):
+        return 0
+    arrays: list[pickle.PickleBuffer] = []
+    stream = pickle.dumps(value, protocol=5, buffer_callback=arrays.append)
+    return len(stream) + sum(array.raw().nbytes for array in arrays)
 
 
 def _stderr_of_worker(pid: int | None) -> str:

@@ -197,6 +197,7 @@ class RayPPOTrainer(RecipeNames):
         ledger = Path(config.trainer.default_local_dir).expanduser() / "memory.jsonl"
         self.run_memory = RunMemory(ledger if config.trainer.memory_ledger else None)
         self.global_steps = 0
+        self.bytes_sent = 0
         self.validations: list[tuple[int, dict[str, float]]] = []
         self.metrics: dict[str, float] = {}
         self.timing: dict[str, float] = {}
@@ -608,6 +609,7 @@ class RayPPOTrainer(RecipeNames):
         self.metrics.update({"training/global_step": step, "training/epoch": epoch})
         self.metrics.update(compute_timing_metrics(batch=batch, timing_raw=self.timing))
         self.metrics.update(compute_throughout_metrics(batch=batch, timing_raw=self.timing, n_gpus=n_gpus))
+        self.metrics.update(self.traffic_metrics(batch))
         if last or ends or is_test or step % trainer.log_freq == 0:
             self.run_log.log(step, self.metrics)
         self.run_log.step_done(step, self.metrics, batch)
@@ -618,6 +620,16 @@ class RayPPOTrainer(RecipeNames):
             if all(hasattr(group, "options_read") for group in groups):  # workers of a user's own may lack it
                 read = {key for group in groups for keys in group.options_read() for key in keys}
                 check_unused_options(self.options, read, self.say)
+
+    def traffic_metrics(self, batch: DataProto) -> dict[str, float]:
+        """Return ``perf/bytes_per_token``: bytes between driver and workers since the last step, for each valid token.
+
+        Generation and validation count too. Nothing where the only rank lives in the driver.
+        """
+        groups = [group for group in self.worker_groups.values() if hasattr(group, "traffic")]  # a user's may lack it
+        total = sum(traffic.nbytes for traffic in {id(group.traffic): group.traffic for group in groups}.values())
+        new, self.bytes_sent = total - self.bytes_sent, total
+        return {"perf/bytes_per_token": new / sum(batch.meta_info["global_token_num"])} if new > 0 else {}
 
     def note_health(self, step: int) -> None:
         """Record the memory of the run's processes, and say which rules of ``trainer.health`` the step broke."""
