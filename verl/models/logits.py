@@ -7,11 +7,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-_CHUNK_BYTES = {"cpu": 64 << 20, "cuda": 512 << 20}
+_CHUNK_BYTES = {"cpu": 32 << 20, "cuda": 512 << 20}
 """Size of the logits of one matrix product; large enough to run it at full speed."""
 
-_BLOCK_BYTES = 3 << 20
-"""Size of the fp32 logits of one element-wise pass on CPU: they stay in its cache."""
+_BLOCK_BYTES = 1 << 20
+"""Size of the fp32 logits of one element-wise pass on CPU: a few of these stay in a core's own cache."""
 
 
 class LogitTransform(NamedTuple):
@@ -31,10 +31,14 @@ NO_LOGIT = -1e30
 """Its exp is 0; finite, so that it times a probability of 0 is 0."""
 
 
-def scaled(raw: Tensor, transform: LogitTransform) -> tuple[Tensor, Tensor | float]:
-    """fp32 logits over temperature, and their derivative by ``raw``."""
+def scaled(raw: Tensor, transform: LogitTransform, out: Tensor | None = None) -> tuple[Tensor, Tensor | float]:
+    """fp32 logits over temperature, and their derivative by ``raw``.
+
+    Args:
+        out: memory that the logits may be written to, fp32 in the shape of ``raw``.
+    """
     # scaled in place below: fp32 input is copied, since the caller may keep it for the backward pass
-    x = raw.to(torch.float32, copy=True)
+    x = raw.to(torch.float32, copy=True) if out is None else out.copy_(raw)
     derivative: Tensor | float = transform.scale / transform.temperature
     if transform.softcap:
         x = torch.tanh(x.mul_(transform.scale / transform.softcap))
@@ -47,8 +51,14 @@ def scaled(raw: Tensor, transform: LogitTransform) -> tuple[Tensor, Tensor | flo
     return x, derivative
 
 
-def raw_logits(hidden: Tensor, weight: Tensor) -> Tensor:
-    """hidden (t, H) times weight (V, H) transposed; in the fp32 of its sums where the device supports that."""
+def raw_logits(hidden: Tensor, weight: Tensor, out: Tensor | None = None) -> Tensor:
+    """hidden (t, H) times weight (V, H) transposed; in the fp32 of its sums where the device supports that.
+
+    Args:
+        out: (at least t, V) of their dtype; its first rows are written to.
+    """
+    if out is not None:
+        return torch.mm(hidden, weight.t(), out=out[: len(hidden)])
     if hidden.is_cuda and hidden.dtype in (torch.bfloat16, torch.float16) and torch.version.hip is None:
         return torch.mm(hidden, weight.t(), out_dtype=torch.float32)
     return hidden @ weight.t()
@@ -59,4 +69,4 @@ def chunk_sizes(hidden: Tensor, vocab: int, models: int = 1) -> tuple[int, int]:
     size = 4 if hidden.is_cuda else hidden.element_size()
     rows = _CHUNK_BYTES["cuda" if hidden.is_cuda else "cpu"] // (size * vocab * models)
     rows = max(64, rows // 64 * 64)
-    return rows, rows if hidden.is_cuda else max(4, _BLOCK_BYTES // (4 * vocab))
+    return rows, rows if hidden.is_cuda else min(rows, max(4, _BLOCK_BYTES // (4 * vocab)))

@@ -41,10 +41,7 @@ def _score_block(
     if want_entropy:
         p = torch.exp(x)
         total = p.sum(-1)
-        if p.is_cuda:  # may be fused, and is exact where the user lets matrix products run in TF32
-            mean = (p * x).sum(-1) / total
-        else:
-            mean = torch.bmm(p[:, None], x[:, :, None]).view(-1) / total
+        mean = (p * x).sum(-1) / total  # no matrix product, which users may let run in TF32
     else:
         total = x.exp_().sum(-1)
         mean = torch.zeros_like(total)
@@ -72,6 +69,68 @@ def _grad_block(
         x = x.exp_().mul_(coefficient).neg_()
     x = x.scatter_add_(1, targets[:, None], grad[:, None])
     return x if isinstance(derivative, float) and derivative == 1.0 else x.mul_(derivative)
+
+
+class _CPUBlocks:
+    """``_score_block`` and ``_grad_block`` in two buffers of (rows, V), which stay in the CPU's cache.
+
+    Memory that every operation gets anew costs more there than the operations.
+    """
+
+    def __init__(self, rows: int, vocab: int) -> None:
+        self._first, self._second = torch.empty(2, rows, vocab)
+
+    def _logits(self, raw: Tensor, transform: LogitTransform) -> tuple[Tensor, Tensor | float]:
+        """``scaled``, in the first buffer if not ``raw`` itself: read only."""
+        if raw.dtype == torch.float32 and transform == LogitTransform():
+            return raw, 1.0
+        return scaled(raw, transform, out=self._first[: len(raw)])
+
+    def score(
+        self, raw: Tensor, targets: Tensor, transform: LogitTransform, want_entropy: bool
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        first, second = self._first[: len(raw)], self._second[: len(raw)]
+        x, _ = self._logits(raw, transform)
+        if not want_entropy:
+            # faster than an exp of its own; the normaliser is of use to the entropy's gradient only
+            log_probs = torch.log_softmax(x, -1, out=second).gather(1, targets[:, None]).squeeze(1)
+            nothing = torch.zeros_like(log_probs)
+            return log_probs, nothing, nothing
+        top = x.amax(-1, keepdim=True)
+        x = torch.sub(x, top, out=first)
+        target_logits = x.gather(1, targets[:, None]).squeeze(1)
+        p = torch.exp(x, out=second)
+        total = p.sum(-1)
+        mean = p.mul_(x).sum(-1) / total
+        log_total = torch.log(total)
+        return target_logits - log_total, log_total + top.squeeze(1), log_total - mean
+
+    def grad(
+        self,
+        raw: Tensor,
+        targets: Tensor,
+        normaliser: Tensor,
+        entropy: Tensor,
+        grad: Tensor,
+        grad_entropy: Tensor | None,
+        transform: LogitTransform,
+        out: Tensor,
+    ) -> None:
+        """Write the gradient to ``out`` (t, V), which may be ``raw``."""
+        first, second = self._first[: len(raw)], self._second[: len(raw)]
+        x, derivative = self._logits(raw, transform)
+        if grad_entropy is None:
+            p, factor = torch.softmax(x, -1, out=second), -grad[:, None]
+        else:
+            log_p = torch.sub(x, normaliser[:, None], out=first)
+            p = torch.softmax(log_p, -1, out=second)
+            factor = log_p.mul_(-grad_entropy[:, None]).sub_((grad + grad_entropy * entropy)[:, None])
+        by_x = torch.mul(p, factor, out=out if out.dtype == p.dtype else p)
+        by_x.scatter_add_(1, targets[:, None], grad[:, None])
+        if not (isinstance(derivative, float) and derivative == 1.0):
+            by_x.mul_(derivative)
+        if by_x is not out:
+            out.copy_(by_x)
 
 
 class _CompiledOrEager:
@@ -136,20 +195,21 @@ class _ChunkedLogProb(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden, weight, targets, transform, want_entropy, blocks):
         rows, vocab = hidden.shape[0], weight.shape[0]
-        score = blocks[0]
         chunk, step = chunk_sizes(hidden, vocab)
+        score = _CPUBlocks(min(step, rows), vocab).score if blocks is None else blocks[0]
+        buffer = hidden.new_empty(min(chunk, rows), vocab) if blocks is None else None
         log_probs = torch.empty(rows, dtype=torch.float32, device=hidden.device)
         normaliser, entropy = torch.empty_like(log_probs), torch.empty_like(log_probs)
         raw = None
         for start in range(0, rows, chunk):
-            raw = raw_logits(hidden[start : start + chunk], weight)
+            raw = raw_logits(hidden[start : start + chunk], weight, buffer)
             for at in range(0, len(raw), step):
                 block = slice(start + at, start + min(at + step, len(raw)))
                 log_probs[block], normaliser[block], entropy[block] = score(
                     raw[at : at + step], targets[block], transform, want_entropy
                 )
         ctx.save_for_backward(hidden, weight, targets, normaliser, entropy)
-        ctx.transform, ctx.grad_block, ctx.sizes = transform, blocks[1], (chunk, step)
+        ctx.transform, ctx.blocks, ctx.sizes = transform, blocks, (chunk, step)
         # with a single chunk, kept logits save the backward pass one product of four, in memory it needs anyway
         ctx.raw = raw if rows <= chunk and (ctx.needs_input_grad[0] or ctx.needs_input_grad[1]) else None
         ctx.set_materialize_grads(False)
@@ -163,17 +223,19 @@ class _ChunkedLogProb(torch.autograd.Function):
             return (None,) * 6
         if grad is None:
             grad = torch.zeros_like(grad_entropy)
-        rows, (chunk, step) = hidden.shape[0], ctx.sizes
+        rows, vocab, (chunk, step) = hidden.shape[0], weight.shape[0], ctx.sizes
         grad_hidden = torch.empty_like(hidden) if wants_hidden else None
         grad_weight = None
         saved_logits, ctx.raw = ctx.raw, None
+        on_cpu = _CPUBlocks(min(step, rows), vocab) if ctx.blocks is None else None
+        buffer = hidden.new_empty(min(chunk, rows), vocab) if on_cpu is not None and saved_logits is None else None
         for start in range(0, rows, chunk):
             h = hidden[start : start + chunk]
-            raw = raw_logits(h, weight) if saved_logits is None else saved_logits
+            raw = raw_logits(h, weight, buffer) if saved_logits is None else saved_logits
             d_raw = raw if raw.dtype == hidden.dtype else torch.empty_like(raw, dtype=hidden.dtype)
             for at in range(0, len(raw), step):
                 block = slice(start + at, start + min(at + step, len(raw)))
-                d_raw[at : at + step] = ctx.grad_block(
+                of_block = (
                     raw[at : at + step],
                     targets[block],
                     normaliser[block],
@@ -182,15 +244,21 @@ class _ChunkedLogProb(torch.autograd.Function):
                     None if grad_entropy is None else grad_entropy[block],
                     ctx.transform,
                 )
+                if on_cpu is not None:
+                    on_cpu.grad(*of_block, out=d_raw[at : at + step])
+                else:
+                    d_raw[at : at + step] = ctx.blocks[1](*of_block)
             if wants_hidden:
                 torch.mm(d_raw, weight, out=grad_hidden[start : start + chunk])
             if wants_weight:
-                part = d_raw.t() @ h
                 if grad_weight is None:
+                    part = d_raw.t() @ h
                     # many bf16 parts would be rounded away one by one: sum them in fp32
                     grad_weight = part if rows <= chunk else part.float()
+                elif grad_weight.dtype == h.dtype:
+                    grad_weight.addmm_(d_raw.t(), h)
                 else:
-                    grad_weight += part
+                    grad_weight += torch.mm(d_raw.t(), h, out=part)
         if wants_weight:
             grad_weight = torch.zeros_like(weight) if grad_weight is None else grad_weight.to(weight.dtype)
         return grad_hidden, grad_weight, None, None, None, None
@@ -207,7 +275,7 @@ def chunked_log_probs(
 ) -> tuple[Tensor, Tensor | None]:
     """Log-probability of each target under softmax(logits), and the entropy of that distribution.
 
-    Logits exist in chunks only (64 MiB on CPU, 512 MiB on CUDA); peak memory is up to four of these.
+    Logits exist in chunks only, of 32 MiB on CPU and 512 MiB on CUDA; peak memory is up to four of the latter.
 
     Args:
         hidden: (T, H), the states that predict ``targets``.
@@ -219,9 +287,13 @@ def chunked_log_probs(
     Returns:
         log_probs (T,) and entropy (T,) or None; both fp32 and differentiable.
     """
-    blocks = _compiled_blocks() if compiled else (_score_block, _grad_block)
+    blocks: tuple[Callable, Callable] | None = (_score_block, _grad_block)
     if triton and not want_entropy:
         blocks = _triton_score, _triton_grad
+    elif compiled:
+        blocks = _compiled_blocks()
+    elif hidden.device.type == "cpu":
+        blocks = None  # buffers of the call's own
     log_probs, entropy = _ChunkedLogProb.apply(hidden, weight, targets, transform, want_entropy, blocks)
     return log_probs, entropy if want_entropy else None
 
