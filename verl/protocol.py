@@ -24,6 +24,7 @@ from torch import Tensor
 
 from verl.batch.ragged import (
     WINDOWS,
+    JoinedTokens,
     Ragged,
     cat_columns,
     first_difference,
@@ -231,7 +232,7 @@ class DataProto:
         self._drop(name)
         if isinstance(column, Ragged):
             equal = (other.layout for other in self._ragged.values() if other.layout == column.layout)
-            self._ragged[name] = replace(column, layout=next(equal, column.layout))  # one Layout object for all
+            self._ragged[name] = column.with_layout(next(equal, column.layout))  # one Layout object for all
         else:
             self._dense[name] = column
         return self
@@ -396,7 +397,7 @@ class DataProto:
         arrays, meta = _pick(self.non_tensor_batch, non_tensor_batch_keys), _pick(self.meta_info, meta_info_keys)
         if deepcopy:
             dense = {name: column.clone() for name, column in dense.items()}
-            ragged = {name: replace(column, values=column.values.clone()) for name, column in ragged.items()}
+            ragged = {name: column.copied() for name, column in ragged.items()}
             arrays, meta = copy.deepcopy(arrays), copy.deepcopy(meta)
         return self._new(dense, ragged, arrays, self._rows, meta)
 
@@ -486,6 +487,9 @@ class DataProto:
 
     def unshared(self) -> DataProto:
         """The same rows and columns, whose ``batch`` may be changed without this one noticing."""
+        for column in self._ragged.values():
+            if isinstance(column, JoinedTokens):
+                _ = column.values  # made here once, and not in every call
         data = self.select()
         # of packed columns padded() makes new tensors
         data._dense = {name: column.clone() for name, column in data._dense.items()}

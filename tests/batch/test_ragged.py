@@ -12,6 +12,7 @@ from verl.batch.ragged import (
     Layout,
     Ragged,
     cat_columns,
+    join_windows,
     select_columns,
     slice_columns,
     tensor_from_numpy,
@@ -211,3 +212,74 @@ def test_read_only_memory_is_wrapped_without_a_copy_or_a_warning(dtype):
     assert tensor.tolist() == [0, 1, 2, 3]
     del tensor
     assert owner() is None
+
+
+def travelled(column: Ragged) -> tuple[Ragged, int]:
+    """The column as it arrives, and the bytes that were sent."""
+    arrays: list[pickle.PickleBuffer] = []
+    stream = pickle.dumps(column, protocol=5, buffer_callback=arrays.append)
+    arrived = pickle.loads(stream, buffers=arrays)
+    return arrived, len(stream) + sum(array.raw().nbytes for array in arrays)
+
+
+LENGTHS = torch.tensor([300, 0, 1, 500, 200, 0])
+LONG = Layout(torch.zeros_like(LENGTHS), LENGTHS, 500)
+SPARSE = torch.zeros(1001).index_fill(0, torch.tensor([3, 999]), -0.0).index_fill(0, torch.tensor([700]), torch.nan)
+
+
+@pytest.mark.parametrize(
+    ("values", "most_bytes"),
+    [
+        (torch.arange(1001) % 150_000 + 40_000, 4 * 1001),  # token ids
+        (torch.arange(1001) % 2, 1001),  # a mask with holes
+        (torch.ones(1001, dtype=torch.int64), 0),
+        (torch.full((1001,), -0.0), 0),
+        (LONG.spread(torch.tensor([1.5, 9, torch.nan, -0.0, 2, 9])), 6 * 4),  # advantages of GRPO
+        (SPARSE.bfloat16(), 3 * 6),  # rewards
+        (torch.cat([torch.zeros(1000), torch.ones(1)]).bool(), 5),
+        (torch.arange(1001) << 40, 8 * 1001),
+        (torch.randn(1001), 4 * 1001),
+        (torch.arange(3003).view(1001, 3), 2 * 3003),
+    ],
+)
+def test_values_arrive_bit_for_bit_in_few_bytes(values, most_bytes):
+    arrived, sent = travelled(Ragged(values, LONG, 7))
+    same = arrived.values.dtype == values.dtype and arrived.values.shape == values.shape
+    assert same and arrived.layout == LONG and arrived.fill == 7
+    assert (
+        values.numpy(force=True).tobytes() == arrived.values.contiguous().numpy().tobytes()
+        if (values.dtype != torch.bfloat16)
+        else torch.equal(values.view(torch.int16), arrived.values.view(torch.int16))
+    )
+    assert sent < most_bytes + 600
+
+
+@quick
+@given(layouts(min_rows=1), st.data())
+def test_columns_that_others_imply_go_through_rows_and_the_wire(prompt, data):
+    rows = len(prompt)
+    response = Layout(torch.zeros(rows, dtype=torch.int64), prompt.lengths.flip(0), prompt.width)
+    prompt = Layout(prompt.width - prompt.lengths, prompt.lengths, prompt.width)  # left-padded
+    prompts, responses = (Ragged(torch.randint(0, 9, (one.total,)), one) for one in (prompt, response))
+    columns = {"prompts": prompts, "responses": responses, **join_windows(prompts, responses)}
+    ids = torch.cat([prompts.padded(), responses.padded()], 1)
+    mask = torch.cat([prompt.mask(), response.mask()], 1)
+    chosen = torch.tensor(data.draw(st.lists(st.integers(0, rows - 1), min_size=1)), dtype=torch.int64)
+    first = data.draw(st.integers(0, len(chosen)))
+    parts = select_columns(columns, chosen)
+    parts = cat_columns([slice_columns(parts, 0, first), slice_columns(parts, first, len(chosen))])
+    parts = pickle.loads(pickle.dumps(parts, protocol=5))
+    assert not {"values"} & {*vars(parts["input_ids"]), *vars(parts["position_ids"])}  # not made, nor sent
+    assert torch.equal(parts["input_ids"].padded(), ids[chosen])
+    assert torch.equal(parts["attention_mask"].padded(), mask[chosen])
+    assert torch.equal(parts["position_ids"].values, columns["position_ids"].select(chosen).values)
+    assert torch.equal(
+        parts["position_ids"].padded()[mask[chosen] != 0], (mask[chosen].cumsum(1) - 1)[mask[chosen] != 0]
+    )
+
+
+def test_a_token_of_a_whole_sequence_takes_four_bytes_on_its_way():
+    prompts, responses = (Ragged(torch.randint(0, 150_000, (1001,)), LONG) for _ in range(2))
+    columns = {"prompts": prompts, "responses": responses, **join_windows(prompts, responses)}
+    columns["response_mask"] = responses.constant(1)
+    assert travelled(columns)[1] < 4 * 2002 + 1500

@@ -9,11 +9,11 @@ Knows torch and numpy only. Which columns of a batch are ragged, and by which ma
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cache, cached_property
 from itertools import chain
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -169,11 +169,12 @@ class Layout:
         return shift + torch.arange(self.total, device=shift.device)
 
     def __reduce__(self):
-        return Layout._from_wire, (self.starts.cpu().numpy(), self.lengths.cpu().numpy(), self.width)
+        runs = torch.stack([self.starts, self.lengths]).cpu().to(torch.int32 if self.width < 1 << 31 else torch.int64)
+        return Layout._from_wire, (*runs.numpy(), self.width)
 
     @staticmethod
     def _from_wire(starts: np.ndarray, lengths: np.ndarray, width: int) -> Layout:
-        return Layout(tensor_from_numpy(starts), tensor_from_numpy(lengths), width)
+        return Layout(tensor_from_numpy(starts).long(), tensor_from_numpy(lengths).long(), width)
 
 
 @dataclass(frozen=True, eq=False)
@@ -245,7 +246,7 @@ class Ragged:
 
     def trim_padding(self) -> Tensor:
         """(B, longest row, ...): padded on the right only, in the narrowest window that holds every row."""
-        return replace(self, layout=self.layout.trimmed).padded()
+        return self.with_layout(self.layout.trimmed).padded()
 
     def row(self, i: int) -> Tensor:
         first, last = self.layout.offsets[range(len(self.layout))[i] :][:2].tolist()
@@ -267,6 +268,20 @@ class Ragged:
         """Other values (T, ...) at the same positions; padding 0."""
         return Ragged(values, self.layout)
 
+    def constant(self, value: float, dtype: torch.dtype = torch.int64) -> Ragged:
+        """One value on every token of the same rows; it takes the memory of one."""
+        return self.like(
+            torch.tensor([value], dtype=dtype, device=self.layout.lengths.device).expand(self.layout.total)
+        )
+
+    def with_layout(self, layout: Layout) -> Ragged:
+        """The same values in another layout of as many tokens."""
+        return self if layout is self.layout else Ragged(self.values, layout, self.fill)
+
+    def copied(self) -> Ragged:
+        """The column with values of its own."""
+        return Ragged(self.values.clone(), self.layout, self.fill)
+
     def zero_rows(self, rows: Tensor) -> Ragged:
         """The column with 0 on every token of the rows that ``rows`` (B,) bool names."""
         kept = self.layout.spread(~rows.to(self.values.device))
@@ -284,63 +299,245 @@ class Ragged:
         last[full] = self.values[layout.offsets[1:][full] - 1]
         return ((last[:, None] + behind) * ((behind > 0) & full[:, None])).to(self.values.dtype)
 
+    def _mapped(self, each: Callable[[Ragged], Ragged], change: _Change) -> Ragged:
+        """The column with ``change`` made to its layout and values; what it is derived from goes through ``each``."""
+        layout, values = change(self.layout)
+        return Ragged(values(self.values), layout, self.fill)
+
     def __reduce__(self):
-        return Ragged._from_wire, (*tensor_to_numpy(self.values), self.layout, self.fill)
+        if self.fill == "position" and _counts_from_zero(self):
+            return CountedPositions, (self.layout,)
+        return Ragged._from_wire, (*_encoded(self.values, self.layout), self.layout, self.fill)
 
     @staticmethod
-    def _from_wire(array: np.ndarray, dtype: torch.dtype | None, layout: Layout, fill: Fill) -> Ragged:
-        return Ragged(tensor_from_numpy(array, dtype), layout, fill)
+    def _from_wire(*encoded: Any) -> Ragged:
+        *content, layout, fill = encoded
+        # of files that earlier versions wrote, the array and its dtype alone
+        values = tensor_from_numpy(*content) if len(content) == 2 else _decoded(tuple(content), layout)
+        return Ragged(values, layout, fill)
+
+
+_Change = Callable[[Layout], tuple[Layout, Callable[[Tensor], Tensor]]]
+"""Layout -> the new one, and a function from old values to new ones."""
+
+
+class CountedPositions(Ragged):
+    """Positions that count each row from 0: nothing but a layout, until their values are read."""
+
+    def __init__(self, layout: Layout):
+        vars(self).update(layout=layout, fill="position")
+
+    @cached_property
+    def values(self) -> Tensor:
+        layout = self.layout
+        return torch.arange(layout.total, device=layout.starts.device) - layout.spread(layout.offsets[:-1])
+
+    def with_layout(self, layout: Layout) -> Ragged:
+        return CountedPositions(layout)
+
+    def copied(self) -> Ragged:
+        return CountedPositions(self.layout)
+
+    def _mapped(self, each: Callable[[Ragged], Ragged], change: _Change) -> Ragged:
+        return CountedPositions(change(self.layout)[0])
+
+    def __reduce__(self):
+        return CountedPositions, (self.layout,)
+
+
+class JoinedTokens(Ragged):
+    """Token ids of whole sequences, prompt and response of each row: kept as those two until the values are read."""
+
+    def __init__(self, prompt: Ragged, response: Ragged, layout: Layout):
+        vars(self).update(prompt=prompt, response=response, layout=layout, fill=response.fill)
+
+    prompt: Ragged
+    response: Ragged
+
+    @cached_property
+    def values(self) -> Tensor:
+        prompt, response = self.prompt, self.response
+        pieces: list[Tensor] = [prompt.values] * (2 * len(self.layout))
+        pieces[::2] = prompt.values.split(prompt.layout.lengths.tolist())
+        pieces[1::2] = response.values.split(response.layout.lengths.tolist())
+        return torch.cat(pieces).long() if pieces else prompt.values.new_empty(0).long()
+
+    def with_layout(self, layout: Layout) -> Ragged:
+        return JoinedTokens(self.prompt, self.response, layout)
+
+    def _mapped(self, each: Callable[[Ragged], Ragged], change: _Change) -> Ragged:
+        if "values" in vars(self):
+            return super()._mapped(each, change)
+        return JoinedTokens(each(self.prompt), each(self.response), change(self.layout)[0])
+
+    def __reduce__(self):
+        return JoinedTokens, (self.prompt, self.response, self.layout)
+
+
+# -- Values on the wire: bit for bit the same, in fewer bytes where that can be seen at once --------------------------
+_Encoded = tuple[str, np.ndarray, torch.dtype | None, torch.dtype | None]
+
+_SAMPLE = 256
+"""Tokens looked at first, before a look at all."""
+
+
+def _is_constant(values: Tensor) -> bool:
+    """Whether the values are one, repeated in place."""
+    return values.ndim == 1 and len(values) > 0 and values.stride(0) == 0
+
+
+def _counts_from_zero(column: Ragged) -> bool:
+    values = column.values
+    if values.ndim != 1 or values.dtype != torch.int64:
+        return False
+    rows = int(torch.searchsorted(column.layout.offsets[1:], _SAMPLE)) + 1
+    sample = CountedPositions(column.layout.slice(0, rows)).values
+    return torch.equal(sample, values[: len(sample)]) and torch.equal(CountedPositions(column.layout).values, values)
+
+
+def _encoded(values: Tensor, layout: Layout) -> _Encoded:
+    """Return how the values are sent, what is sent of them, its dtype where numpy has none, and theirs if it differs.
+
+    ``all``: the one value that they have in common. ``row``: one a row. ``rare``: those that are not 0, and their
+    places. ``each``: every one, integers in the fewest bytes that hold them.
+    """
+    values = values.detach().cpu()
+    if _is_constant(values):
+        return "all", *tensor_to_numpy(values[:1]), None
+    if not values.numel():
+        return "each", *tensor_to_numpy(values), None
+    if values.ndim == 1 and not values.dtype.is_complex and (found := _repeated(values, layout)):
+        return found
+    if values.dtype in (torch.int16, torch.int32, torch.int64):
+        low, high = values.aminmax()
+        for dtype in (torch.int8, torch.int16, torch.int32):
+            limits = torch.iinfo(dtype)
+            if dtype.itemsize < values.element_size() and limits.min <= int(low) and int(high) <= limits.max:
+                return "each", *tensor_to_numpy(values.to(dtype)), values.dtype
+    return "each", *tensor_to_numpy(values), None
+
+
+def _repeated(values: Tensor, layout: Layout) -> _Encoded | None:
+    """Return what `_encoded` does if the values are one, or one a row, or nearly all 0; else None."""
+    bits = values.contiguous().view(_INTEGERS[values.element_size()])  # -0.0 is not 0.0, and NaN is itself
+    firsts = layout.offsets[:-1].clamp(max=len(values) - 1)
+    rows = int(torch.searchsorted(layout.offsets[1:], _SAMPLE)) + 1
+    sampled = layout.slice(0, rows)
+    if torch.equal(bits[: sampled.total], sampled.spread(bits[firsts[:rows]])):
+        low, high = bits.aminmax()
+        if low == high:
+            return "all", *tensor_to_numpy(values[:1]), None
+        if torch.equal(bits, layout.spread(bits[firsts])):
+            return "row", *tensor_to_numpy(values[firsts]), None
+    if 16 * int(torch.count_nonzero(bits[:_SAMPLE])) < len(bits[:_SAMPLE]) and len(values) < 1 << 31:
+        places = bits.nonzero().squeeze(1)
+        if 4 * len(places) < len(values):
+            kept = np.concatenate([places.int().numpy().view(np.uint8), bits[places].numpy().view(np.uint8)])
+            return "rare", kept, None, values.dtype
+    return None
+
+
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def _decoded(encoded: _Encoded, layout: Layout) -> Tensor:
+    """Undo `_encoded`."""
+    kind, array, carried, dtype = encoded
+    values = tensor_from_numpy(array, carried)
+    if kind == "all":
+        return values.expand(layout.total)
+    if kind == "row":
+        return layout.spread(values)
+    if dtype is None:
+        return values
+    if kind == "rare":
+        count = len(values) // (4 + dtype.itemsize)
+        decoded = torch.zeros(layout.total, dtype=dtype)
+        # a clone: the second part may begin where its type cannot
+        decoded[values[: 4 * count].view(torch.int32).long()] = values[4 * count :].clone().view(dtype)
+        return decoded
+    return values.to(dtype)
 
 
 # Several columns at once: each layout is worked out once, and columns that shared a layout share the new one.
+def _map_columns(columns: Mapping[str, Ragged], change: _Change) -> dict[str, Ragged]:
+    done: dict[int, Ragged] = {}
+    change = cache(change)
+
+    def each(column: Ragged) -> Ragged:
+        if id(column) not in done:
+            done[id(column)] = column._mapped(each, change)
+        return done[id(column)]
+
+    return {name: each(column) for name, column in columns.items()}
+
+
 def select_columns(columns: Mapping[str, Ragged], idx: Tensor) -> dict[str, Ragged]:
     """Rows ``idx`` of every column, copied."""
     idx = torch.as_tensor(idx, dtype=torch.int64)
 
-    @cache
-    def plan(layout: Layout) -> tuple[Layout, Tensor]:
+    def change(layout: Layout) -> tuple[Layout, Callable[[Tensor], Tensor]]:
         local = idx.to(layout.starts.device)
         chosen = layout.select(local)
-        return chosen, chosen._count_from(layout.offsets[local])
 
-    def chosen(column: Ragged) -> Ragged:
-        layout, positions = plan(column.layout)
-        return Ragged(column.values.index_select(0, positions.to(column.values.device)), layout, column.fill)
+        @cache
+        def positions() -> Tensor:
+            return chosen._count_from(layout.offsets[local])
 
-    return {name: chosen(column) for name, column in columns.items()}
+        def values(old: Tensor) -> Tensor:
+            if _is_constant(old):
+                return old[:1].expand(chosen.total)
+            return old.index_select(0, positions().to(old.device))
+
+        return chosen, values
+
+    return _map_columns(columns, change)
 
 
 def slice_columns(columns: Mapping[str, Ragged], first: int, last: int) -> dict[str, Ragged]:
     """Rows [first, last) of every column, as views."""
 
-    @cache
-    def plan(layout: Layout) -> tuple[Layout, int, int]:
+    def change(layout: Layout) -> tuple[Layout, Callable[[Tensor], Tensor]]:
         begin, end, _ = slice(first, last).indices(len(layout))
         end = max(begin, end)
-        return layout.slice(begin, end), int(layout.offsets[begin]), int(layout.offsets[end])
+        first_token, last_token = int(layout.offsets[begin]), int(layout.offsets[end])
+        return layout.slice(begin, end), lambda old: old[first_token:last_token]
 
-    def sliced(column: Ragged) -> Ragged:
-        layout, begin, end = plan(column.layout)
-        return Ragged(column.values[begin:end], layout, column.fill)
-
-    return {name: sliced(column) for name, column in columns.items()}
+    return _map_columns(columns, change)
 
 
 def cat_columns(parts: Sequence[Mapping[str, Ragged]]) -> dict[str, Ragged]:
     """Join the rows of all parts column by column; every part holds the same names. Fill of the first part."""
-    join = cache(lambda *layouts: Layout.cat(layouts))
+    layouts = cache(lambda *layouts: Layout.cat(layouts))
+    done: dict[tuple[int, ...], Ragged] = {}
 
-    def joined(name: str) -> Ragged:
-        pieces = [part[name] for part in parts]
-        layout = join(*(piece.layout for piece in pieces))
-        return Ragged(torch.cat([piece.values for piece in pieces]), layout, pieces[0].fill)
+    def joined(pieces: list[Ragged]) -> Ragged:
+        key = tuple(map(id, pieces))
+        if key not in done:
+            done[key] = _joined(pieces, layouts(*(piece.layout for piece in pieces)), joined)
+        return done[key]
 
-    return {name: joined(name) for name in parts[0]}
+    return {name: joined([part[name] for part in parts]) for name in parts[0]}
+
+
+def _joined(pieces: list[Ragged], layout: Layout, joined: Callable[[list[Ragged]], Ragged]) -> Ragged:
+    """One column of several; those that are derived stay so."""
+    if all(isinstance(piece, CountedPositions) for piece in pieces):
+        return CountedPositions(layout)
+    derived = [piece for piece in pieces if isinstance(piece, JoinedTokens) and "values" not in vars(piece)]
+    if len(derived) == len(pieces):
+        return JoinedTokens(joined([p.prompt for p in derived]), joined([p.response for p in derived]), layout)
+    values = [piece.values for piece in pieces]
+    one = values[0][:1]
+    if all(_is_constant(v) and v.dtype == one.dtype and v.device == one.device for v in values):
+        if all(torch.equal(v[:1], one) for v in values):
+            return Ragged(one.expand(layout.total), layout, pieces[0].fill)
+    return Ragged(torch.cat(values), layout, pieces[0].fill)
 
 
 def move_columns(columns: Mapping[str, Ragged], device: torch.device | str) -> dict[str, Ragged]:
-    move = cache(lambda layout: layout.to(device))
-    return {name: Ragged(c.values.to(device), move(c.layout), c.fill) for name, c in columns.items()}
+    """Every column on ``device``."""
+    return _map_columns(columns, lambda layout: (layout.to(device), lambda old: old.to(device)))
 
 
 # -- Which tensor columns of an RL batch are ragged, and in which window ---------------------------------------------
@@ -361,19 +558,10 @@ def join_windows(prompt: Ragged, response: Ragged) -> dict[str, Ragged]:
 
     ``input_ids``, ``attention_mask`` (ones) and ``position_ids`` that count each row from 0.
     """
-    lengths = torch.stack([prompt.layout.lengths, response.layout.lengths], 1)
-    # prompt and response of a row alternate in the packed order: filled by two masks, without a loop over rows
-    is_response = torch.tensor([False, True]).repeat(len(lengths)).repeat_interleave(lengths.flatten())
-    tokens = torch.empty(len(is_response), dtype=torch.int64)
-    tokens[is_response] = response.values
-    tokens[~is_response] = prompt.values
-    whole = Layout(prompt.layout.starts, lengths.sum(1), prompt.layout.width + response.layout.width)
-    positions = torch.arange(whole.total) - whole.spread(whole.offsets[:-1])
-    return {
-        "input_ids": Ragged(tokens, whole, response.fill),
-        "attention_mask": Ragged(torch.ones_like(tokens), whole),
-        "position_ids": Ragged(positions, whole, "position"),
-    }
+    lengths = prompt.layout.lengths + response.layout.lengths
+    whole = Layout(prompt.layout.starts, lengths, prompt.layout.width + response.layout.width)
+    tokens = JoinedTokens(prompt, response, whole)
+    return {"input_ids": tokens, "attention_mask": tokens.constant(1), "position_ids": CountedPositions(whole)}
 
 
 def register_ragged_column(name: str, window: str) -> None:

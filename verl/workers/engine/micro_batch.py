@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from verl.batch.balancing import Prompts, inverse_permutation
-from verl.batch.ragged import Layout, Ragged, select_columns, slice_columns
+from verl.batch.ragged import CountedPositions, Layout, Ragged, select_columns, slice_columns
 from verl.models.attention.kernels import Packing
 from verl.models.attention.sequence_parallel import Group, SequenceShard
 from verl.models.multimodal import (
@@ -367,5 +367,7 @@ def _uneven_positions(data: DataProto, ids: Ragged) -> Ragged | None:
         return None
     # None saves a tensor a layer, and lets models that take no positions run
     positions = data.ragged("position_ids")
+    if isinstance(positions, CountedPositions):
+        return None
     counted = torch.arange(ids.layout.total) - ids.layout.spread(ids.layout.offsets[:-1])
     return None if torch.equal(positions.values, counted.to(positions.values.dtype)) else positions

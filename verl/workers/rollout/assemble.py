@@ -55,7 +55,7 @@ def assemble(
         "prompts": prompt,
         "responses": response,
         **join_windows(prompt, response),
-        "response_mask": response.like(torch.ones_like(response.values)),
+        "response_mask": response.constant(1),
     }
     # all requests of a batch have one sampling, so the first speaks for all
     if completions and completions[0].log_probs is not None:
