@@ -17,6 +17,7 @@ FLOORS = {  # the longest prefix decides
     "verl.model_merger": 7,
     "verl.api": 7,
     "verl.cluster": 7,
+    "verl.selftest": 7,
     "verl.init": 7,
     "verl.cli": 7,
     "verl.__main__": 7,

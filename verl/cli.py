@@ -90,6 +90,12 @@ def _cluster(words: list[str]) -> int:
     return main(words)
 
 
+def _selftest(words: list[str]) -> int:
+    from verl.selftest.command import main
+
+    return main(words)
+
+
 def _config(words: list[str]) -> int:
     from verl.config.describe import main
 
@@ -168,6 +174,7 @@ COMMANDS: dict[str, Command] = {
     "check": Command("look at data files, or at all a command line names, before a run does", _check),
     "env": Command("this machine, for a bug report; verl env check NAME plays an environment, verl env list", _env),
     "cluster": Command("verl cluster check: do the nodes of a Ray cluster fit together", _cluster),
+    "selftest": Command("try this machine's devices, kernels and engines, and measure them", _selftest),
     "config": Command("options: their meaning and values, and how two configurations differ", _config),
     "roll": Command("train from a configuration written for ROLL, or show its command line", _roll),
     "trajectories": Command("show what the policy did: trajectories of a run as text or one page", _trajectories),
