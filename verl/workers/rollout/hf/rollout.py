@@ -54,7 +54,7 @@ from verl.workers.rollout.hf.model import (
 from verl.workers.rollout.hf.running_batch import RowGroup, RunningBatch, check_extra
 from verl.workers.rollout.memory import cache_share, own_storages, return_free_memory
 from verl.workers.rollout.vision import ImageReader, Prompt, batch_vision_inputs, prompt_of
-from verl.workers.rollout.weights.sync import checksum, listed
+from verl.workers.rollout.weights.sync import finish, listed, pending_checksum
 
 logger = logging.getLogger(__name__)
 
@@ -138,7 +138,7 @@ class HFRollout(ModelRollout):
         covered = {self._identity[name] for name in received}  # a tied tensor may come under any of its names
         if missing := [name for name in views if self._identity[name] not in covered]:
             raise WeightSyncError(f"The sync of version {version} ended without {listed(missing)}.")
-        sums = {name: checksum(views[name]) for name in received}
+        sums = finish({name: pending_checksum(views[name]) for name in received})
         self._received = self._received - views.keys() | received
         self.version = version
         return Receipt(version, sums, sum(views[name].nbytes for name in received))
@@ -167,7 +167,8 @@ class HFRollout(ModelRollout):
         synced = {storage.data_ptr() for storage, _ in self._storages}
         # a head that is tied no longer, for one
         unsynced = {n: p for n, p in self.model.named_parameters() if p.untyped_storage().data_ptr() not in synced}
-        return {name: checksum(tensor) for name, tensor in ({n: views[n] for n in self._received} | unsynced).items()}
+        held = {n: views[n] for n in self._received} | unsynced
+        return finish({name: pending_checksum(tensor) for name, tensor in held.items()})
 
     def sleep(self, level: int = 1) -> None:
         """Free the weights; both levels forget them, but level 1 keeps what is below an adapter and frees nothing.

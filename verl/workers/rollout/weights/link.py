@@ -23,7 +23,7 @@ from torch import Tensor
 
 from verl.utils.exit_codes import ExitCode
 from verl.workers.rollout.base import Bucket, Receipt, RolloutEngine, WeightSyncError
-from verl.workers.rollout.weights.sync import compare, with_checksums
+from verl.workers.rollout.weights.sync import Checksum, compare, finish, with_checksums
 
 _START, _BUCKET, _END, _BREAK = range(4)
 _LINK = "The link that carries weights from the actor to the rollout"
@@ -94,7 +94,7 @@ class WeightLink:
         """
         self._check_usable()
         start, self.num_bytes = time.perf_counter(), 0
-        sums: dict[str, int] = {}
+        sums: dict[str, Checksum] = {}
         self._send_message(_START, version)
         try:
             for layout, values in packed(with_checksums(named_tensors, dtype, sums), bucket_bytes):
@@ -106,7 +106,7 @@ class WeightLink:
             with suppress(WeightLinkError):
                 self._send_message(_BREAK, f"{type(error).__name__}: {error}")
             raise
-        self._send_message(_END, sums)
+        self._send_message(_END, finish(sums))
         return TransferStats(version, self.num_bytes, time.perf_counter() - start)
 
     # -- a receiver ----------------------------------------------------------------------------------------------------

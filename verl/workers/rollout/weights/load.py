@@ -8,6 +8,7 @@ Knows tensors and copies, no engine.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Set
+from itertools import chain, islice
 from typing import Any, NamedTuple
 
 import torch
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from verl.workers.rollout.base import Bucket, WeightSyncError
-from verl.workers.rollout.weights.sync import checksum, listed
+from verl.workers.rollout.weights.sync import Checksum, finish, finished, listed, pending_checksum
 
 aten = torch.ops.aten
 
@@ -104,23 +105,23 @@ def covers(parts: Iterable[Region], numel: int) -> bool:
     return sum(region.numel for region in set(parts)) == numel
 
 
-def read_back(parts: list[Part], shape: torch.Size, dtype: torch.dtype) -> int:
+def read_back(parts: list[Part], shape: torch.Size, dtype: torch.dtype) -> Checksum:
     """The checksum of a sent tensor of ``shape`` as memory holds it, from parts that cover it.
 
     Memory may hold a wider type than was sent: ``dtype``, in which the values are as they were.
     """
     first = parts[0].held
     if len(parts) == 1 and first.shape == shape:
-        return checksum(first.to(dtype))
+        return pending_checksum(first.to(dtype))
     whole = first.new_empty(shape, dtype=dtype)
     for part in parts:
         whole.as_strided(part.source.shape, part.source.stride, part.source.offset).copy_(part.held)
-    return checksum(whole)
+    return pending_checksum(whole)
 
 
-def sum_of_parts(parts: list[Part], dtype: torch.dtype) -> list[int]:
+def sum_of_parts(parts: list[Part], dtype: torch.dtype) -> list[Checksum]:
     """The checksum of each part as memory holds it, in the type that was sent."""
-    return [checksum(part.held.to(dtype)) for part in parts]
+    return [pending_checksum(part.held.to(dtype)) for part in parts]
 
 
 # -- A full load of weights, for engines with a ``model.load_weights``: vLLM and SGLang --------------------------------
@@ -131,9 +132,9 @@ class SentChecksum(NamedTuple):
 
     shape: torch.Size
     dtype: torch.dtype
-    total: int | None
+    total: Checksum | None
     """Its checksum."""
-    sums: list[int]
+    sums: list[Checksum]
     """Those of the parts held here."""
 
 
@@ -200,8 +201,8 @@ class WeightLoad:
             first, sums = int(tensor.storage_offset()), []
             if not whole:
                 regions = [part.source for part in parts]
-                sums = [checksum(tensor.as_strided(r.shape, r.stride, first + r.offset)) for r in regions]
-            total = None if whole else checksum(tensor)
+                sums = [pending_checksum(tensor.as_strided(r.shape, r.stride, first + r.offset)) for r in regions]
+            total = None if whole else pending_checksum(tensor)
             self._sent[name] = SentChecksum(tensor.shape, tensor.dtype, total, sums)
             self.num_bytes += sum(part.held.nbytes for part in parts)
         self.watcher.announced.clear()
@@ -230,17 +231,18 @@ class WeightLoad:
         ]
         if lost:
             return f"the engine has no place for all of {listed(lost)}."
-        changed = [name for name in self._sent if self._is_changed(name)]
+        changed = self._changed_parts(self._sent)
         return f"not what was sent: shards of {listed(changed)}." if changed else None
 
     def checksums(self) -> dict[str, int]:
         """Name as it was sent -> checksum of what is held under it."""
-        self._held = {name: self._held_sum(name) for name in self._sent}
+        self._held = self._held_sums(self._sent)
         return self._held
 
     def changed(self) -> list[str]:
         """Names of which memory no longer holds what ``checksums`` last found."""
-        return [name for name in self._sent if self._held_sum(name) != self._held[name] or self._is_changed(name)]
+        held, changed = self._held_sums(self._sent), set(self._changed_parts(self._sent))
+        return [name for name in self._sent if held[name] != self._held[name] or name in changed]
 
     def read_back(self, other_form: Set[str] = frozenset()) -> dict[str, int]:
         """Name as it was sent -> checksum of what is held now, and the engine's name of parameters never written.
@@ -254,8 +256,9 @@ class WeightLoad:
             for name in self._sent
             if not any(owner.get(p.held.untyped_storage().data_ptr()) in other_form for p in self.watcher.parts[name])
         ]
-        sums = {name: self._held_sum(name) + self._is_changed(name) for name in plain}
-        return sums | {name: checksum(parameter) for name, parameter in self.unwritten()}
+        held, changed = self._held_sums(plain), set(self._changed_parts(plain))
+        sums = {name: held[name] + (name in changed) for name in plain}
+        return sums | finish({name: pending_checksum(parameter) for name, parameter in self.unwritten()})
 
     def unwritten(self) -> Iterator[tuple[str, Tensor]]:
         """Parameters in memory that this load did not watch: a head that is tied no longer, for one."""
@@ -263,15 +266,27 @@ class WeightLoad:
             if parameter.untyped_storage().data_ptr() not in self.watcher.owner and name not in self.derived:
                 yield name, parameter
 
-    def _held_sum(self, name: str) -> int:
-        """The checksum of what is held under a name; of a tensor held in part, that of what was sent."""
-        sent = self._sent[name]
-        return read_back(self.watcher.parts[name], sent.shape, sent.dtype) if sent.total is None else sent.total
+    def _held_sums(self, names: Iterable[str]) -> dict[str, int]:
+        """The checksums of what is held under these names; of a tensor held in part, that of what was sent."""
+        sums: dict[str, Checksum] = {}
+        for name in names:
+            sent = self._sent[name]
+            parts = self.watcher.parts[name]
+            sums[name] = read_back(parts, sent.shape, sent.dtype) if sent.total is None else sent.total
+        return finish(sums)
 
-    def _is_changed(self, name: str) -> bool:
-        """Whether a part that is held here differs from what was sent."""
-        sent = self._sent[name]
-        return sent.total is not None and sum_of_parts(self.watcher.parts[name], sent.dtype) != sent.sums
+    def _changed_parts(self, names: Iterable[str]) -> list[str]:
+        """Those of the names of which a part that is held here differs from what was sent."""
+        shared = [name for name in names if self._sent[name].total is not None]
+        sent = [self._sent[name].sums for name in shared]
+        held = [sum_of_parts(self.watcher.parts[name], self._sent[name].dtype) for name in shared]
+        found = [iter(finished(list(chain.from_iterable(sums)))) for sums in (sent, held)]
+        changed = []
+        for name, one, other in zip(shared, sent, held, strict=True):
+            sums = [list(islice(values, len(part))) for values, part in zip(found, (one, other), strict=True)]
+            if sums[0] != sums[1]:
+                changed.append(name)
+        return changed
 
 
 def _computes_with_a_copy(layer: nn.Module) -> bool:

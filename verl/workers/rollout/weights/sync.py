@@ -8,7 +8,7 @@ version. Knows neither training nor rollout engines, only `RolloutEngine`'s inte
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -89,11 +89,12 @@ def _send_checked(
     """Send buckets through ``update`` and compare what was sent with the rollout's receipt."""
     # cast before the checksum: the rollout sums what it holds, in its own type
     dtype = dtype or rollout.weights_dtype
-    sent: dict[str, int] = {}
+    sent: dict[str, Checksum] = {}
     rollout.invalidate()
     try:
-        receipt = update(version, buckets(with_checksums(named_tensors, dtype, sent), bucket_bytes))
-        compare(sent, receipt, version)
+        summed = with_checksums(named_tensors, dtype, sent)
+        receipt = update(version, buckets(summed, bucket_bytes))
+        compare(finish(sent), receipt, version)
     except BaseException:
         rollout.invalidate()
         raise
@@ -115,18 +116,39 @@ def buckets(named_tensors: Iterable[tuple[str, Tensor]], bucket_bytes: int) -> I
         yield bucket
 
 
-@torch.no_grad()
+Checksum = int | Tensor
+"""A checksum, or the scalar on a device that will hold it: `finished` reads many of them at once."""
+
+
 def checksum(tensor: Tensor) -> int:
     """A 64-bit hash of a tensor's values that changes with their order too; strides do not matter.
 
     In host memory XXH3, which reads about as fast as a copy does; on a device `mixed_sum`, which can run there. So
     compare sums of tensors that lie on the same kind of device.
     """
+    return finished([pending_checksum(tensor)])[0]
+
+
+@torch.no_grad()
+def pending_checksum(tensor: Tensor) -> Checksum:
+    """As `checksum`, without waiting for a device."""
     data = tensor.detach().contiguous().view(-1).view(torch.uint8)
     if data.device.type != "cpu":
-        return mixed_sum(data)
+        return _mixed_sum(data)
     # by address: memory shown through numpy could never be given back by a sleeping rollout
     return xxh3_64_intdigest((ctypes.c_char * data.numel()).from_address(data.data_ptr())) if data.numel() else 0
+
+
+def finished(sums: Sequence[Checksum]) -> list[int]:
+    """The checksums, after one wait for the device."""
+    pending = [one for one in sums if isinstance(one, Tensor)]
+    read = iter(torch.stack(pending).tolist() if pending else ())
+    return [next(read) & _MASK if isinstance(one, Tensor) else one for one in sums]
+
+
+def finish(sums: Mapping[str, Checksum]) -> dict[str, int]:
+    """The same by name."""
+    return dict(zip(sums, finished(list(sums.values())), strict=True))
 
 
 def mixed_sum(data: Tensor) -> int:
@@ -139,34 +161,36 @@ def mixed_sum(data: Tensor) -> int:
     Odd factors are invertible, so one changed word always shows. The mixing carries high bits down: without it two
     words that differ in their sign only could change places unseen.
     """
+    return finished([_mixed_sum(data)])[0]
+
+
+def _mixed_sum(data: Tensor) -> Tensor:
+    """`mixed_sum` as an int64 scalar on the device of ``data``; its products and sums wrap around, as mod 2^64 does."""
     num_words = data.numel() // 8
     if data.data_ptr() % 8:
         data = data.clone()  # a view as int64 must begin at a multiple of 8
     words, tail = data[: num_words * 8].view(torch.int64), data[num_words * 8 :].to(torch.int64)
     whole = num_words // LANES
-    sums = _line_sums(words[: whole * LANES].view(whole, LANES))
-    rest = [words[whole * LANES :], tail]
-    sums += [_line_sums(part.view(1, -1))[0] for part in rest if part.numel()]
-    return sum((2 * index + 1) * (1 + line) for index, line in enumerate(sums)) & _MASK
-
-
-def _line_sums(lines: Tensor) -> list[int]:
-    """The weighted sum of every line of int64 words."""
-    odd = torch.arange(1, 2 * lines.shape[1] + 1, 2, dtype=torch.int64, device=lines.device)
-    sums: list[int] = []
-    for block in lines.split(_LINES):
-        sums += (((block >> 31) ^ block) * odd).sum(1).tolist()
-    return sums
+    parts = [*words[: whole * LANES].view(whole, LANES).split(_LINES)]
+    parts += [part.view(1, -1) for part in (words[whole * LANES :], tail) if part.numel()]
+    total, first = torch.zeros((), dtype=torch.int64, device=data.device), 0
+    for lines in parts:
+        odd = torch.arange(1, 2 * lines.shape[1] + 1, 2, device=data.device)
+        sums = (((lines >> 31) ^ lines) * odd).sum(1) + 1
+        last = first + len(sums)
+        total += (torch.arange(2 * first + 1, 2 * last + 1, 2, device=data.device) * sums).sum()
+        first = last
+    return total
 
 
 def with_checksums(
-    named_tensors: Iterable[tuple[str, Tensor]], dtype: torch.dtype, sent: dict[str, int]
+    named_tensors: Iterable[tuple[str, Tensor]], dtype: torch.dtype, sent: dict[str, Checksum]
 ) -> Iterator[tuple[str, Tensor]]:
-    """Cast floating tensors and store in ``sent`` the checksum of each."""
+    """Cast floating tensors and store in ``sent`` the checksum of each, which a device may not have finished yet."""
     for name, tensor in named_tensors:
         if tensor.is_floating_point():
             tensor = tensor.to(dtype)
-        sent[name] = checksum(tensor)
+        sent[name] = pending_checksum(tensor)
         yield name, tensor
         del tensor
 
@@ -201,9 +225,10 @@ def compare_memory(
         held: ``RolloutEngine.read_back`` of every rank; an empty one is not compared.
         dtype: of the rollouts' weights.
     """
-    own: dict[str, int] = {}
-    for _ in with_checksums(named_tensors, dtype, own):
+    pending: dict[str, Checksum] = {}
+    for _ in with_checksums(named_tensors, dtype, pending):
         pass
+    own = finish(pending)
     found = []
     for rank, sums in enumerate(held):
         names = [name for name in own.keys() | sums.keys() if own.get(name) != sums.get(name)] if sums else []
