@@ -30,7 +30,7 @@ from verl.workers.rollout.weights.link import WeightLink, find_store, open_store
 
 WARM_UP = 3
 APART = {"actor_rollout_ref__hybrid_engine": False, "actor_rollout_ref__rollout__n_gpus_per_node": 1}
-WAYS = {"colocated": {}, "apart": APART, "one step ahead": {**APART, "actor_rollout_ref__rollout__async_ratio": 1}}
+WAYS = {"colocated": {}, "apart": APART, "one step ahead": {**APART, "actor_rollout_ref__rollout__max_staleness": 1}}
 SIZES = {
     "2.5M": {"size": "2.5M"},
     "86M": {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 5, "head_dim": 64},
@@ -80,7 +80,7 @@ class TimedTrainer(RayPPOTrainer):
 
 def steps(task: dict[str, str], **settings: Any) -> dict[str, Any]:
     """Steps a second of a job, its first steps left out, and the share of generation that training hid."""
-    is_ahead = "actor_rollout_ref__rollout__async_ratio" in settings
+    is_ahead = "actor_rollout_ref__rollout__max_staleness" in settings
     base = OneStepOffTrainer if is_ahead else RayPPOTrainer
 
     class Job(PPOJob):

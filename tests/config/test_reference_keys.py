@@ -28,7 +28,7 @@ algorithm.reward_shaping.overlong_buffer.enable algorithm.reward_shaping.overlon
 algorithm.reward_shaping.overlong_buffer.penalty_factor algorithm.reward_shaping.scale
 algorithm.reward_shaping.shift algorithm.reward_shaping.whiten
 algorithm.sample_mask.difficulty algorithm.sample_mask.drop_truncated
-actor_rollout_ref.rollout.async_ratio actor_rollout_ref.rollout.n_gpus_per_node actor_rollout_ref.rollout.nnodes
+actor_rollout_ref.rollout.n_gpus_per_node actor_rollout_ref.rollout.nnodes
 actor_rollout_ref.actor.calculate_sum_pi_squared actor_rollout_ref.actor.loss_scale_factor
 actor_rollout_ref.actor.policy_loss.dro_beta actor_rollout_ref.actor.policy_loss.kimi15_tau
 actor_rollout_ref.actor.policy_loss.sppo_eta

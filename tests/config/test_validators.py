@@ -150,15 +150,15 @@ BAD = {
         "does not divide the 3 workers (actor_rollout_ref.rollout.nnodes"),
     "a rollout apart on two machines without Ray": (
         [APART, f"{ROLLOUT}.nnodes=2", "trainer.controller=local"], "rollout.nnodes=2 with trainer.controller=local"),
-    "generating ahead on shared devices": ([f"{ROLLOUT}.async_ratio=1"], "nothing can be generated ahead"),
-    "generating further ahead": ([APART, f"{ROLLOUT}.async_ratio=2"], "async_ratio=2 must be at most 1"),
+    "generating ahead on shared devices": ([f"{ROLLOUT}.max_staleness=1"], "nothing can be generated ahead"),
+    "generating further ahead": ([APART, f"{ROLLOUT}.max_staleness=2"], "the next version cannot reach the engines"),
     "generating ahead with a greedy baseline": (
-        [APART, f"{ROLLOUT}.async_ratio=1", "algorithm.adv_estimator=remax"], "with algorithm.adv_estimator=remax"),
+        [APART, f"{ROLLOUT}.max_staleness=1", "algorithm.adv_estimator=remax"], "with algorithm.adv_estimator=remax"),
     "choosing among groups of one": (
         ["algorithm.filter_groups.enable=true"], "filter_groups.enable=true with actor_rollout_ref.rollout.n=1"),
     "choosing groups and generating ahead": (
-        ["algorithm.filter_groups.enable=true", APART, f"{ROLLOUT}.async_ratio=1", f"{ROLLOUT}.n=2"],
-        "filter_groups.enable=true with actor_rollout_ref.rollout.async_ratio=1"),
+        ["algorithm.filter_groups.enable=true", APART, f"{ROLLOUT}.max_staleness=1", f"{ROLLOUT}.n=2"],
+        "filter_groups.enable=true with actor_rollout_ref.rollout.max_staleness=1"),
     "choosing groups and putting prompts off": (
         ["algorithm.filter_groups.enable=true", f"{ROLLOUT}.n=2", f"{ROLLOUT}.mode=async",
          f"{ROLLOUT}.over_sample_rate=0.5"], "enable=true with actor_rollout_ref.rollout.over_sample_rate=0.5"),
@@ -293,8 +293,11 @@ BAD = {
          f"{ROLLOUT}.lora_sync=adapter"], "lora_sync=adapter with actor_rollout_ref.hybrid_engine=false"),
     "adapter without a rank": (
         ["actor_rollout_ref.model.lora_adapter_path=/a"], "lora_adapter_path=/a with actor_rollout_ref.model.lora_ra"),
+    "kept tokens of no age": (
+        [f"{ROLLOUT}.mode=async", f"{ROLLOUT}.calculate_log_probs=true", f"{ROLLOUT}.partial_rollout=true",
+         f"{ROLLOUT}.max_staleness=0"], "partial_rollout=true with actor_rollout_ref.rollout.max_staleness=0"),
     "over-sampling ahead": (
-        [APART, f"{ROLLOUT}.mode=async", f"{ROLLOUT}.async_ratio=1", f"{ROLLOUT}.over_sample_rate=0.5"],
+        [APART, f"{ROLLOUT}.mode=async", f"{ROLLOUT}.max_staleness=1", f"{ROLLOUT}.over_sample_rate=0.5"],
         "is known before it begins"),
     "one call for a whole batch": ([f"{ROLLOUT}.over_sample_rate=0.5"], "no request can be ended early"),
     "partial responses without log-probs": (
@@ -366,7 +369,7 @@ BAD = {
         [f"{ACTOR}.skip_old_log_probs=true", f"{ACTOR}.calculate_sum_pi_squared=true"],
         "skip_old_log_probs=true with actor_rollout_ref.actor.calculate_sum_pi_squared=true"),
     "kept rollouts of the step before": (
-        [APART, f"{ROLLOUT}.skip_rollout=true", f"{ROLLOUT}.async_ratio=1"], "such a batch is begun a step early"),
+        [APART, f"{ROLLOUT}.skip_rollout=true", f"{ROLLOUT}.max_staleness=1"], "such a batch is begun a step early"),
     "kept rollouts of partial responses": (
         [f"{ROLLOUT}.skip_rollout=true", f"{ROLLOUT}.partial_rollout=true"], "skip_rollout=true with actor"),
     "a loss of the sampler's ratio from old log-probs": (

@@ -226,7 +226,6 @@ def test_nothing_is_said_about_defaults():
             "the reference is the actor with its LoRA adapter switched off",
         ),
         ([*ASYNC, f"{ROLLOUT}.partial_rollout=true", f"{ROLLOUT}.max_staleness=2"], "generated to its end in one step"),
-        ([*ASYNC, f"{ROLLOUT}.over_sample_rate=1", f"{ROLLOUT}.max_staleness=2"], "keeps no tokens for a later step"),
         ([*KEPT, f"{ROLLOUT}.max_postponements=2"], "max_postponements=2 is more than"),
         ([f"{ROLLOUT}.layered_summon=true"], "handed over tensor by tensor"),
         ([f"{ROLLOUT}.fire_temperature=9"], "use_fire_sampling=false"),

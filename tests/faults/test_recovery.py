@@ -79,7 +79,7 @@ def test_a_rollout_lost_while_the_actor_cannot_wait_costs_a_restart(task, tmp_pa
     config = apart(task, tmp_path, max_restarts=1, restart_wait=0.0, save_freq=1)
     strike = Strike(RolloutWorker, "receive_weights", KILLED, at=2)
     if when == "a batch was generated ahead":
-        config = config.with_values({"actor_rollout_ref.rollout.async_ratio": 1})
+        config = config.with_values({"actor_rollout_ref.rollout.max_staleness": 1})
         strike = Strike(RolloutWorker, "start_generating", KILLED, at=2)
     ended = run_cell(config, tmp_path, strike)
     assert ended.code == 0 and ended.strikes == 1 and not ended.left, ended.text[-3000:]

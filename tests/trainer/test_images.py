@@ -86,7 +86,7 @@ def test_two_steps_go_the_same_way_however_the_rows_are_dealt(way, task, tmp_pat
 def test_a_batch_generated_ahead_saw_the_images(task, tmp_path):
     """The first batch, which nothing precedes: its log-probs are those of the trainer."""
     settings = {"actor_rollout_ref__hybrid_engine": False, f"{ROLLOUT}__n_gpus_per_node": 1}
-    run(task, tmp_path, **settings, **{f"{ROLLOUT}__async_ratio": 1, "trainer__total_training_steps": 1})
+    run(task, tmp_path, **settings, **{f"{ROLLOUT}__max_staleness": 1, "trainer__total_training_steps": 1})
 
 
 def test_a_reference_sees_the_images_too(task, tmp_path):

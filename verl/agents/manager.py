@@ -169,6 +169,8 @@ class AgentLoopManager:
                 f"api_key in {self.servers_file}"
             )
         self._unseeded_calls = self._batches = 0
+        self.keeps_serving = False
+        """Whether the servers serve between two batches, too."""
         self._known_causes: set[str] = set()
         """Causes of failed episodes that the user has read."""
         self._loop = asyncio.new_event_loop()
@@ -277,9 +279,48 @@ class AgentLoopManager:
         batch.meta_info["timing"] = {**timing, **spread([group[-1] for group in groups])}
         return batch
 
+    # -- rows of no batch: generated while the driver does something else ----------------------------------------------
+
+    def keep_serving(self) -> None:
+        """Serve from now on, also between two batches."""
+        self.worker_group.serve()
+        self.keeps_serving = True
+
+    def stop_serving(self) -> None:
+        """Interrupt what runs, for `keep_serving` to go on with other weights: requests wait."""
+        self.keeps_serving = False
+        self.worker_group.stop_serving()
+
+    def wait_for(self, coroutine: Coroutine) -> Any:
+        """Return the result of a coroutine that runs in the thread of the agent loops; checks the workers meanwhile."""
+        return self._run(coroutine)
+
+    def abandon(self, coroutine: Coroutine) -> None:
+        """Run a coroutine that ends others, also after a failure; wait for it for a short time."""
+        if self._loop.is_closed():
+            coroutine.close()
+            return
+        wait([asyncio.run_coroutine_threadsafe(coroutine, self._loop)], _GRACE_S)
+
+    def row_runner(self, prompts: DataProto) -> Callable[[str, dict[str, Any], int, Any], Coroutine]:
+        """Return ``run(name, row, seed, client)``, the agent loop of one row of a training batch, as a coroutine.
+
+        Args:
+            prompts: their metadata choose the sampling parameters.
+        """
+        sampling = self._sampling(prompts)
+
+        def run(name: str, row: dict[str, Any], seed: int, client: Any) -> Coroutine:
+            return self._row(name, row, seed, sampling, client)
+
+        return run
+
     def _serve(self, work: Callable[[], Coroutine]) -> tuple[Any, dict[str, float]]:
         """The result of ``work()``, run in the other thread while the servers serve, and the seconds it took."""
         self._batches += 1
+        if self.keeps_serving:
+            start = time.perf_counter()
+            return self._run(work()), {"generate_sequences": time.perf_counter() - start}
         timings = self.worker_group.serve()
         start = time.perf_counter()
         result = self._run(work())
@@ -310,7 +351,7 @@ class AgentLoopManager:
             await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _row(
-        self, number: int, row: dict[str, Any], seed: int, sampling: SamplingParams, client: Any = None
+        self, number: int | str, row: dict[str, Any], seed: int, sampling: SamplingParams, client: Any = None
     ) -> RowOutput:
         """Run the agent loop of a row, again if it fails and ``env.on_error`` says so; what it returns in the end."""
         env, start = self.config.env, time.perf_counter()
@@ -338,7 +379,7 @@ class AgentLoopManager:
         return failed_output(row, name, cause, time.perf_counter() - start)
 
     async def _attempt(
-        self, number: int, name: str, row: dict[str, Any], seed: int, sampling: SamplingParams, client: Any
+        self, number: int | str, name: str, row: dict[str, Any], seed: int, sampling: SamplingParams, client: Any
     ) -> RowOutput:
         start = time.perf_counter()
         # the batch's number in the name: row 3 of the next batch is another conversation

@@ -23,7 +23,7 @@ from verl.telemetry.run_record import MASK, mask
 _ROLLOUT = (
     "n temperature top_k top_p min_p repetition_penalty stop stop_token_ids sampling_kwargs* do_sample ignore_eos"
 )
-_ROLLOUT += " prompt_length response_length async_ratio use_fire_sampling fire_temperature fire_top_k over_sample_rate"
+_ROLLOUT += " prompt_length response_length use_fire_sampling fire_temperature fire_top_k over_sample_rate"
 _ROLLOUT += " max_postponements partial_rollout max_staleness multi_turn.* agent.default_agent_loop"
 _DATA = "train_batch_size gen_batch_size train_max_samples prompt_key messages_key mixture* domains* max_prompt_length"
 _DATA += " max_response_length shuffle seed filter_overlong_prompts truncation apply_chat_template_kwargs*"
@@ -91,6 +91,7 @@ _SAME_NUMBERS = (
 _OWN = ("trainer.resume_*", "trainer.default_local_dir", "trainer.*_data_dir", "trainer.log_dir", "ray_init.*")
 """Options that belong to one start of a run."""
 
+_STALENESS = "actor_rollout_ref.rollout.max_staleness"
 _ENDS = 1 << 20
 _WHOLE_FILE = 16 << 20
 
@@ -165,6 +166,8 @@ def changes(folder: Path, config: PPOConfig, identity: Mapping[str, Any]) -> lis
         return []
     saved = dict(flatten(json.loads((folder / CONFIG_FILE).read_text(encoding="utf-8"))))
     own = dict(flatten(json.loads(json.dumps(mask(config.to_dict())))))
+    if _STALENESS in own and _STALENESS in saved:
+        own[_STALENESS], saved[_STALENESS] = _staleness(own), _staleness(saved)
     # a key that one of the two lacks is of another release, which had its default
     keys = [key for key in own if key in saved and own[key] != saved[key] and MASK not in (own[key], saved[key])]
     keys = [key for key in keys if not _matches(key, _OWN) and (config.uses_critic or not key.startswith("critic."))]
@@ -178,6 +181,15 @@ def changes(folder: Path, config: PPOConfig, identity: Mapping[str, Any]) -> lis
             content = f"content of {', '.join(names[:3])}{' ...' if len(names) > 3 else ''}"
             found.append(Change(key, content, "another", True))
     return found
+
+
+def _staleness(options: Mapping[str, Any]) -> int:
+    """Return what ``max_staleness`` means among these options; those of earlier runs have ``async_ratio`` too."""
+    rollout = "actor_rollout_ref.rollout"
+    bound, is_partial = options[_STALENESS], options.get(f"{rollout}.partial_rollout", False)
+    if (ratio := options.get(f"{rollout}.async_ratio")) is not None:
+        return ratio or (bound if is_partial else 0)
+    return int(is_partial) if bound is None else bound
 
 
 def refuse_changes(folder: Path, found: list[Change]) -> None:

@@ -134,6 +134,17 @@ class ActorRolloutRefConfig(Config):
     profiler: ProfilerConfig = section(ProfilerConfig)
     """Profiling of these roles; ``ref.profiler`` and ``rollout.profiler`` may differ."""
 
+    @property
+    def generates_ahead(self) -> bool:
+        """Whether responses of later steps are generated, on devices of their own, while one step is trained on."""
+        rollout = self.rollout
+        return not self.hybrid_engine and rollout.staleness > 0 and not rollout.over_sample_rate
+
+    @property
+    def generates_continuously(self) -> bool:
+        """Whether engines generate all the time, group by group, and new weights interrupt what runs."""
+        return self.generates_ahead and self.rollout.partial_rollout
+
 
 class SavedRole(NamedTuple):
     """How the model of a role is saved."""

@@ -220,11 +220,6 @@ class RolloutConfig(Config):
     """Worker processes of the rollout on each of its machines, one per GPU, apart from those of ``trainer``. Null: as
     many as ``trainer.n_gpus_per_node``. Read only with ``hybrid_engine=false``."""
 
-    async_ratio: int = option(0, at_least=0, at_most=1)
-    """Batches generated ahead of training. 0: each batch is generated with the newest weights. 1: the next batch is
-    generated while one is trained on, with weights one training step old (one-step-off-policy). Source: Noukhovitch et
-    al. 2024 (arXiv:2410.18252)."""
-
     temperature: float = option(1.0, above=0)
     """Logits are divided by this, when sampling and when log-probs are computed."""
 
@@ -415,15 +410,25 @@ class RolloutConfig(Config):
     off: they come first in the next step. Needs ``mode=async``. See docs/long_tails.md."""
 
     max_postponements: int | None = option(None, above=0)
-    """Once a prompt was deferred in this many steps, the next step waits for all deferred prompts. Null:
+    """Once a prompt was deferred in this many steps, the next step waits for all deferred prompts; of engines that
+    generate all the time, a step waits for prompts that were started so many steps before. Null:
     ``max_staleness`` with ``partial_rollout``, else 4. Source: tail batching, Gao et al. 2025 (arXiv:2509.21009)."""
 
     partial_rollout: bool = False
-    """Partial rollouts: keep the tokens of deferred prompts' responses, and continue them under the newer weights.
-    Source: Kimi Team 2025 (arXiv:2501.12599)."""
+    """Partial rollouts: keep the tokens of responses that are not complete, of deferred prompts or of engines that get
+    new weights, and continue them under the newer weights. Source: Kimi Team 2025 (arXiv:2501.12599)."""
 
-    max_staleness: int = option(1, above=0)
-    """Weight updates a kept token may be old when its response is trained on; older ones are generated again."""
+    max_staleness: int | None = option(None, at_least=0)
+    """Training steps by which the weights behind a token may be older than those it trains. 0: each batch is generated
+    with the newest weights. With ``hybrid_engine=false``, 1: the next batch is generated while one is trained on
+    (one-step-off-policy); any number with ``partial_rollout``: engines generate all the time (docs/disjoint.md). With
+    ``over_sample_rate`` and ``partial_rollout`` the bound of kept tokens. Null: 1 with ``partial_rollout``, else 0. Its
+    old name: ``async_ratio``. Source: Noukhovitch et al. 2024 (arXiv:2410.18252)."""
+
+    @property
+    def staleness(self) -> int:
+        """``max_staleness``, or what null stands for."""
+        return int(self.partial_rollout) if self.max_staleness is None else self.max_staleness
 
     limit_images: int | None = option(None, above=0)
     """Images per prompt at most; a prompt with more is refused. Null: as many as the engine takes (vLLM bounds them by

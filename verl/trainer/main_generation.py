@@ -116,9 +116,10 @@ def examine_model(loaded: LoadedConfig, flags: dict[str, Any]) -> bool:
     problems = list(loaded.problems)
     if not problems:
         problems = [found for found in missing_files(loaded.config) if found.key != "data.train_files"]
-        if loaded.config.actor_rollout_ref.rollout.async_ratio:
-            text = "actor_rollout_ref.rollout.async_ratio=1: nothing is trained meanwhile. Leave it out."
-            problems.append(Problem("actor_rollout_ref.rollout.async_ratio", text))
+        if loaded.config.actor_rollout_ref.generates_ahead:
+            key = "actor_rollout_ref.rollout.max_staleness"
+            staleness = loaded.config.actor_rollout_ref.rollout.staleness
+            problems.append(Problem(key, f"{key}={staleness}: nothing is trained meanwhile. Leave it out."))
     if problems:
         raise ConfigError([problem.text.replace("data.val_files", "data.path") for problem in problems])
     for message in (text for text in loaded.warnings if not text.endswith("so nothing is validated")):

@@ -190,7 +190,7 @@ def test_going_on_with_the_newest_weights_leaves_no_prompt_out(tmp_path, monkeyp
     folder = {"trainer__default_local_dir": tmp_path / "run", "trainer__save_freq": 2, "data__shuffle": False}
     run(tmp_path, "ahead", monkeypatch, **AHEAD, **folder)
     (tmp_path / "run" / "latest_checkpointed_iteration.txt").write_text("2")
-    on_policy = {**folder, **APART, f"{ROLLOUT}__async_ratio": 0, "trainer__resume_allow_changes": True}
+    on_policy = {**folder, **APART, f"{ROLLOUT}__max_staleness": 0, "trainer__resume_allow_changes": True}
     run(tmp_path, "after", monkeypatch, **on_policy)
     inputs = [json.loads(line)["input"] for line in (tmp_path / "after" / "3.jsonl").read_text().splitlines()]
     assert len(set(inputs)) == 4
@@ -221,7 +221,7 @@ def test_a_trainer_that_cannot_generate_ahead_is_refused(tmp_path):
         trainer_cls = Own
 
     with pytest.raises(
-        ValueError, match="async_ratio=1: Own generates each batch when it is needed.*OneStepOffTrainer"
+        ValueError, match="max_staleness=1: Own generates each batch when it is needed.*OneStepOffTrainer"
     ):
         OwnJob(job(tmp_path, **AHEAD).config).build_trainer()
 
@@ -240,7 +240,7 @@ def test_the_recipe_is_the_main_job_with_three_options(tmp_path, monkeypatch):
     main(arguments, recipe)
     config = load_ppo_config(arguments, recipe.config_path, recipe.config_name)
     shared = config.actor_rollout_ref
-    assert (shared.hybrid_engine, shared.rollout.async_ratio, shared.rollout.calculate_log_probs) == (False, 1, True)
+    assert (shared.hybrid_engine, shared.rollout.max_staleness, shared.rollout.calculate_log_probs) == (False, 1, True)
     assert config.rollout_processes == [2]
     script = (tmp_path / "run" / "resume.sh").read_text()
     assert f"-m {recipe.program}" in script and "verl.trainer.main_ppo" not in script

@@ -61,9 +61,9 @@ class Run:
 
     def __init__(self, engine, rows=8, batch=2, max_running=None, **config):
         defaults = {"n": 2, "response_length": LONGEST, "over_sample_rate": 1.0, "max_postponements": None}
-        defaults |= {"partial_rollout": False, "max_staleness": 1}
+        defaults |= {"partial_rollout": False, "max_staleness": 1, **config}
         self.engine, self.max_running, self.rows, self.batch = engine, max_running, rows, batch
-        self.config = SimpleNamespace(**defaults | config)
+        self.config = SimpleNamespace(**defaults, staleness=defaults["max_staleness"])
         self.scheduler, self.step = self.fresh_scheduler(), 0
         self.trained, self.uids, self.sampled, self.prompts, self.deferrals = [], [], [], [], []
 

@@ -36,9 +36,9 @@ _CONTRADICTIONS = {
     f"{_FILTER}.enable with {ROLLOUT}.n=1": (
         "one response cannot differ from others. Sample at least 2, or set it to false."
     ),
-    f"{_FILTER}.enable with {ROLLOUT}.async_ratio": (
+    f"{_FILTER}.enable with {ROLLOUT}.max_staleness if actor_rollout_ref.hybrid_engine=false": (
         "how many prompts a step uses is known at its end only, and the next one's are generated before. Set "
-        "async_ratio=0, or enable=false."
+        "max_staleness=0, or enable=false."
     ),
     f"{_FILTER}.enable with {ROLLOUT}.over_sample_rate": (
         f"a prompt would be deferred several times in one step, which {ROLLOUT}.max_postponements counts once. Set "

@@ -135,10 +135,9 @@ def profiles_that_are_not_made(config: PPOConfig, is_given: IsGiven) -> Iterator
     elif plan.steps and plan.tool == "torch_memory" and config.trainer.device != "cuda":
         text = "records CUDA's memory, of which there is none: the traces show each allocation of host memory instead"
         yield problem(config, "global_profiler.tool", f"with trainer.device={config.trainer.device} {text}")
-    ahead = config.actor_rollout_ref.rollout.async_ratio
-    if plan.is_on and ahead and not config.actor_rollout_ref.hybrid_engine:
-        key = f"{ROLLOUT}.profiler.enable"
-        yield from unused(config, [key], is_given, f"{ROLLOUT}.async_ratio={ahead} keeps those processes busy")
+    if plan.is_on and config.actor_rollout_ref.generates_ahead:
+        why = f"{ROLLOUT}.max_staleness={config.actor_rollout_ref.rollout.staleness} keeps those processes busy"
+        yield from unused(config, [f"{ROLLOUT}.profiler.enable"], is_given, why)
 
 
 @validator("warning")

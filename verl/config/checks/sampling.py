@@ -25,17 +25,21 @@ _CONTRADICTIONS = {
     f"{ROLLOUT}.nnodes=0 with {_HYBRID}=false": (
         "nothing would sample. Give the rollout at least one machine, or leave hybrid_engine true."
     ),
-    f"{ROLLOUT}.async_ratio with {_HYBRID}": (
+    f"{ROLLOUT}.max_staleness with {_HYBRID} if {ROLLOUT}.partial_rollout=false": (
         "sampling and training take turns on the same devices, so nothing can be generated ahead. Set "
-        f"hybrid_engine=false and give the rollout devices ({ROLLOUT}.nnodes, {ROLLOUT}.n_gpus_per_node), or set "
-        "async_ratio=0."
+        f"hybrid_engine=false and give the rollout devices ({ROLLOUT}.nnodes, {ROLLOUT}.n_gpus_per_node), keep tokens "
+        "for later steps with partial_rollout=true, or set max_staleness=0."
     ),
-    f"{ROLLOUT}.async_ratio with algorithm.adv_estimator=remax": (
-        "its greedy baseline would come from newer weights than the responses. Set async_ratio=0, or take another "
+    f"{ROLLOUT}.max_staleness with algorithm.adv_estimator=remax if {_HYBRID}=false": (
+        "its greedy baseline would come from newer weights than the responses. Set max_staleness=0, or take another "
         "estimator without critic, rloo for example."
     ),
-    f"{ROLLOUT}.over_sample_rate with {ROLLOUT}.async_ratio": (
-        "which prompts a step trains on is known before it begins. Set over_sample_rate=0, or async_ratio=0."
+    f"{ROLLOUT}.over_sample_rate with {ROLLOUT}.max_staleness if {ROLLOUT}.partial_rollout=false": (
+        "which prompts a step trains on is known before it begins. Set over_sample_rate=0, max_staleness=0, or "
+        "partial_rollout=true."
+    ),
+    f"{ROLLOUT}.partial_rollout with {ROLLOUT}.max_staleness=0": (
+        "a token of an earlier step is older than the weights it would train. Set one of them only."
     ),
     f"{ROLLOUT}.over_sample_rate with {ROLLOUT}.mode!=async": _ONE_CALL,
     f"{ROLLOUT}.partial_rollout with {ROLLOUT}.mode!=async": _ONE_CALL,
@@ -45,7 +49,7 @@ _CONTRADICTIONS = {
     ),
     f"{ROLLOUT}.skip_rollout with {ROLLOUT}.over_sample_rate": _BY_SPEED,
     f"{ROLLOUT}.skip_rollout with {ROLLOUT}.partial_rollout": _BY_SPEED,
-    f"{ROLLOUT}.skip_rollout with {ROLLOUT}.async_ratio": (
+    f"{ROLLOUT}.skip_rollout with {ROLLOUT}.max_staleness": (
         "such a batch is begun a step early, where none is kept or looked for. Set one of them only."
     ),
 }
@@ -62,6 +66,18 @@ def group_estimator_requires_several_responses(config: PPOConfig) -> Iterator[Pr
             "none. Sample at least 2 responses per prompt, or choose another estimator."
         )
         yield problem(config, f"{ROLLOUT}.n", text, "algorithm.adv_estimator")
+
+
+@validator("error")
+def generating_ahead_is_bounded(config: PPOConfig) -> Iterator[Problem]:
+    shared = config.actor_rollout_ref
+    if shared.generates_ahead and shared.rollout.staleness > 1 and not shared.rollout.partial_rollout:
+        text = (
+            f"with {ROLLOUT}.partial_rollout=false: a batch is generated with one version of the weights, and while it "
+            f"is, the next version cannot reach the engines. Set {ROLLOUT}.mode=async and partial_rollout=true, with "
+            "which they interrupt it, or max_staleness=1."
+        )
+        yield problem(config, f"{ROLLOUT}.max_staleness", text, f"{ROLLOUT}.partial_rollout")
 
 
 @validator("error")
@@ -310,19 +326,16 @@ def rollout_device_options_unused(config: PPOConfig, is_given: IsGiven) -> Itera
 
 @validator("warning")
 def partial_rollout_options_unused(config: PPOConfig, is_given: IsGiven) -> Iterator[Problem]:
-    rollout = config.actor_rollout_ref.rollout
-    names = [name for name in ("partial_rollout", "max_staleness", "max_postponements") if rollout[name]]
-    if rollout.over_sample_rate == 0:
+    shared, rollout = config.actor_rollout_ref, config.actor_rollout_ref.rollout
+    if not rollout.over_sample_rate and not shared.generates_continuously:
+        names = ["max_postponements"] + ["partial_rollout", "max_staleness"] * (not shared.generates_ahead)
         why = f"with {ROLLOUT}.over_sample_rate=0 every response is generated to its end in one step"
-        yield from unused(config, [f"{ROLLOUT}.{name}" for name in names], is_given, why)
-    elif not rollout.partial_rollout:
-        why = f"{ROLLOUT}.partial_rollout=false keeps no tokens for a later step"
-        yield from unused(config, [f"{ROLLOUT}.max_staleness"], is_given, why)
-    elif rollout.max_postponements is not None and rollout.max_postponements > rollout.max_staleness:
+        yield from unused(config, [f"{ROLLOUT}.{name}" for name in names if rollout[name]], is_given, why)
+    elif rollout.partial_rollout and (rollout.max_postponements or 0) > rollout.staleness:
         text = (
             f"{ROLLOUT}.max_postponements={rollout.max_postponements} is more than "
-            f"{ROLLOUT}.max_staleness={rollout.max_staleness}: what a response drew before its last "
-            f"{rollout.max_staleness} weight updates is discarded and generated again"
+            f"{ROLLOUT}.max_staleness={rollout.staleness}: what a response drew before its last "
+            f"{rollout.staleness} weight updates is discarded and generated again"
         )
         yield Problem(f"{ROLLOUT}.max_postponements", text)
 

@@ -182,7 +182,7 @@ def async_ratio(key: str, value: Any, roll: Roll) -> Iterator[Outcome]:
         return
     if value > 1:
         yield Note(f"{key}={value}: batches are sampled one step ahead at most")
-    yield Set(f"{ROLLOUT}.async_ratio", 1)
+    yield Set(f"{ROLLOUT}.max_staleness", 1)
 
 
 # -- Rewards and advantages ------------------------------------------------------------------------------------------

@@ -100,12 +100,16 @@ class DisjointRollout:
         if version == self.version:
             return {}
         self.version = None
+        if is_serving := getattr(self.engine, "keeps_serving", False):
+            self.engine.stop_serving()
         sent, held = self._on_both(lambda: self.actor_wg.send_weights(self.dtype), self.rollout_wg.receive_weights)
         assert set(held) == {version}, f"ranks of the rollout confirmed {held}, version {version} was sent"
         if canaries := [canary for canary in self.rollout_wg.take_canary() if canary is not None]:
             if not all(self.actor_wg.check_canaries(canaries)):
                 self.actor_wg.check_canaries(canaries, self.rollout_wg.read_back())  # raises, with the tensors
         self.version, self.transfer = version, sent[0]
+        if is_serving:
+            self.engine.keep_serving()
         return {"sync_weights": sent[0]["seconds"]}
 
     def generate_sequences(self, request: DataProto) -> DataProto:
@@ -131,6 +135,18 @@ class DisjointRollout:
             future = BackgroundCall(lambda: self.engine.generate_sequences(request))
         self._pending = PendingRollout(self.version, steps_done, future, seconds, say=self._say)
         return self._pending
+
+    def keep_serving(self) -> Timing:
+        """Serve under the newest weights until the next call, which interrupts what runs if they have changed."""
+        try:
+            self.rollout_wg.node()  # a death since the last call is found before the actor waits for the dead
+        except WorkerDied:
+            self._say(_LOST.format("groups were generated ahead"))
+            raise
+        seconds = self.sync()
+        if not self.engine.keeps_serving:
+            self.engine.keep_serving()
+        return seconds
 
     def serve_rows(self, prompts: DataProto, generate: Any) -> tuple[Any, Timing]:
         """Call `AgentLoopManager.serve_rows` under the newest weights."""
@@ -180,6 +196,8 @@ class DisjointRollout:
                 self.rollout_wg.node()
             except WorkerGroupError:
                 pass  # kept as the group's failure
+        if getattr(self.engine, "keeps_serving", False):
+            return None  # groups that run on would be lost
         failure = self.rollout_wg.failure
         # a death in a transfer takes the actor along, which waits for the dead
         return failure if isinstance(failure, WorkerDied) and self.actor_wg.is_running else None

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Awaitable, Callable, Collection, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -177,7 +177,7 @@ class GroupScheduler:
 
     Args:
         config: ``actor_rollout_ref.rollout``. Read: n, response_length, over_sample_rate, max_postponements,
-            partial_rollout, max_staleness.
+            partial_rollout, staleness.
         pool: gives the prompts and takes back the deferred ones.
         batch_size: prompts of a batch.
         seed: of the run.
@@ -201,14 +201,23 @@ class GroupScheduler:
 
     def take(self, step: int) -> DataProto:
         """Return the prompts that this step starts."""
-        prompts = self.pool.take(self.num_prompts, step)
+        return self.take_prompts(self.num_prompts, step)
+
+    def take_prompts(self, count: int, step: int) -> DataProto:
+        """Return the next ``count`` prompts of the pool.
+
+        Raises:
+            ValueError: a checkpoint could not hold them.
+        """
+        prompts = self.pool.take(count, step)
         if not self._is_savable:
             try:
                 check_savable(prompts)
             except ValueError as problem:
+                name = "over_sample_rate" if self.config.over_sample_rate else "partial_rollout"
                 raise ValueError(
-                    "actor_rollout_ref.rollout.over_sample_rate defers prompts, and a checkpoint could not hold "
-                    f"these: {problem} Set over_sample_rate=0, or leave that column out of the data set."
+                    f"actor_rollout_ref.rollout.{name} keeps prompts for later steps, and a checkpoint could not hold "
+                    f"these: {problem} Leave {name} alone, or leave that column out of the data set."
                 ) from None
             self._is_savable = True
         return prompts
@@ -221,7 +230,7 @@ class GroupScheduler:
             version: of the weights the servers behind ``client`` hold.
         """
         if not self.weights or self.weights[-1] != version:
-            self.weights = [*self.weights[-self.config.max_staleness :], version]
+            self.weights = [*self.weights[-max(1, self.config.staleness) :], version]
         uids, keys = prompts.non_tensor_batch["uid"].tolist(), prompt_keys(prompts)
         discarded = self._discard_stale(uids)
         groups = [self._group(row, uid, keys[row], client, version) for row, uid in enumerate(uids)]
@@ -266,7 +275,7 @@ class GroupScheduler:
         """Restart samples that hold a token older than ``max_staleness``; return the number of their tokens."""
         ids = [f"{uid}/{k}" for uid in uids for k in range(self.config.n)]
         logs = [self.logs[sample] for sample in ids if sample in self.logs]
-        bound = self.config.max_staleness
+        bound = self.config.staleness
         return sum(j.clear() for j in logs if any(self.staleness(v) > bound for v in set(j.versions)))
 
     def _group(self, row: int, uid: str, key: str, client: GenerationClient, version: int) -> list[Sample]:
@@ -321,12 +330,17 @@ class GroupScheduler:
             "rollout/tokens_kept": kept,
             "rollout/tokens_discarded": discarded + left - kept,
         }
-        if self.config.partial_rollout:
-            ages = np.array([self.staleness(version) for versions in sampled.versions for version in versions] or [0])
-            metrics["rollout/staleness/mean"] = float(ages.mean())
-            metrics["rollout/staleness/max"] = float(ages.max())
-            metrics["rollout/stale_token_share"] = float((ages > 0).mean())
-        return metrics
+        return metrics | (self.staleness_metrics(sampled.versions) if self.config.partial_rollout else {})
+
+    def staleness_metrics(self, versions: Sequence[Sequence[int]]) -> dict[str, float]:
+        """Return how old the tokens of a batch are, whose samples' versions are given."""
+        ages_of = {version: self.staleness(version) for own in versions for version in set(own)}
+        ages = np.array([ages_of[version] for own in versions for version in own] or [0])
+        return {
+            "rollout/staleness/mean": float(ages.mean()),
+            "rollout/staleness/max": float(ages.max()),
+            "rollout/stale_token_share": float((ages > 0).mean()),
+        }
 
     # -- checkpoint --------------------------------------------------------------------------------------------------
 
@@ -335,14 +349,15 @@ class GroupScheduler:
         logs = {sample: log.state() for sample, log in self.logs.items()}
         save_pool(folder, self.pool, history=self.history.state_dict(), journals=logs, weights=self.weights)
 
-    def load(self, folder: Path) -> None:
-        """Read what `save` wrote, if it is there."""
+    def load(self, folder: Path) -> dict[str, Any]:
+        """Read what `save` wrote, if it is there, and return it."""
         state = load_pool(folder, self.pool)
         if "history" not in state:  # saved by a run with mode=sync
-            return
+            return {}
         self.history.load_state_dict(state["history"])
         self.logs = {sample: ProgressLog.from_state(turns) for sample, turns in state["journals"].items()}
         self.weights = list(state["weights"])
+        return state
 
 
 def sample_batch(
@@ -361,14 +376,21 @@ def sample_batch(
     manager.client.take_spans()
     sampled, timing = manager.serve_rows(prompts, partial(scheduler.sample, prompts))
     sampled.metrics |= occupancy(manager.client.take_spans(), manager.client.num_servers)
-    n = scheduler.config.n
     chosen = prompts.select_idxs(sampled.rows)
-    batch = manager.to_batch(chosen.repeat(n, interleave=True), sampled.outcomes, timing)
+    return chosen, batch_of(manager, scheduler.config, chosen, sampled, timing), sampled
+
+
+def batch_of(
+    manager: Any, config: RolloutConfig, prompts: DataProto, sampled: SampledGroups, timing: Mapping[str, float]
+) -> DataProto:
+    """Return the columns of a rollout for complete groups of ``prompts``, as `sample_batch` does."""
+    n = config.n
+    batch = manager.to_batch(prompts.repeat(n, interleave=True), sampled.outcomes, timing)
     source_rows = batch.meta_info.get("source_rows", range(len(batch)))
     batch.non_tensor_batch[FINISH_PLACE] = np.repeat(sampled.finish_places, n)[source_rows]
-    if scheduler.config.partial_rollout:
+    if config.partial_rollout:
         batch.put("rollout_versions", versions_column(batch, sampled.versions, source_rows))
-    return chosen, batch, sampled
+    return batch
 
 
 def versions_column(
@@ -399,7 +421,7 @@ def max_deferrals(config: RolloutConfig) -> int:
     """Return how many steps may defer a prompt before all deferred ones are waited for."""
     if config.max_postponements is not None:
         return config.max_postponements
-    return config.max_staleness if config.partial_rollout else 4
+    return max(1, config.staleness) if config.partial_rollout else 4
 
 
 def prompt_keys(prompts: DataProto) -> list[str]:

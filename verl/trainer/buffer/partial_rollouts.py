@@ -193,12 +193,21 @@ class SampleClient:
         log: of the sample so far; grows.
         version: of the current weights; a completion that names its own takes precedence.
         priority: of its requests.
+        gate: set while requests may be sent; one that is aborted is then continued. None: who aborts a request stops
+            the sample.
     """
 
     def __init__(
-        self, client: GenerationClient, sample_id: str, log: ProgressLog, version: int, priority: int = 0
+        self,
+        client: GenerationClient,
+        sample_id: str,
+        log: ProgressLog,
+        version: int,
+        priority: int = 0,
+        gate: asyncio.Event | None = None,
     ) -> None:
         self.client = client
+        self.gate = gate
         self.sample_id = sample_id
         self.log = log
         self.version = version
@@ -235,15 +244,19 @@ class SampleClient:
         """
         turn, name = self._current_turn(request), f"{self.sample_id}/{self._calls}"
         self._calls += 1
-        session = session and f"{session}@{self.version}"
         while turn.finish_reason is None:
+            if self.gate is not None:
+                await self.gate.wait()
             if self.is_stopped:
                 raise SampleStopped(self.sample_id)
             self.running = name
             self.idle.clear()
             try:
                 completion = await self.client.generate(
-                    turn.continuation(request), request_id=name, session=session, priority=self.priority
+                    turn.continuation(request),
+                    request_id=name,
+                    session=session and f"{session}@{self.version}",
+                    priority=self.priority,
                 )
             finally:
                 self.running = None
@@ -251,7 +264,7 @@ class SampleClient:
             turn.add(completion, self.version if completion.version is None else completion.version)
             if turn.finish_reason is None and request.sampling.stop:
                 turn.drop_partial_stop(request.sampling.stop)
-            if turn.finish_reason is None and not completion.token_ids and not self.is_stopped:
+            if self.gate is None and turn.finish_reason is None and not completion.token_ids and not self.is_stopped:
                 raise RuntimeError(
                     f"request {name} was aborted, and not by its scheduler. Look for what else calls the rollout "
                     "servers' abort."
@@ -281,6 +294,11 @@ async def stop_samples(samples: Sequence[SampleClient], client: GenerationClient
     """Stop samples; return when none of them has a running request."""
     for sample in samples:
         sample.is_stopped = True
+    await abort_running(samples, client)
+
+
+async def abort_running(samples: Sequence[SampleClient], client: GenerationClient) -> None:
+    """Abort the running requests of samples that send no other; return when there are none."""
     wait_s = _FIRST_ABORT_WAIT_S
     while running := [sample for sample in samples if sample.running is not None]:
         await client.abort([sample.running for sample in running])

@@ -117,9 +117,15 @@ def joined(first: DataProto, second: DataProto) -> DataProto:
     return DataProto.concat([first, second]) if len(first) and len(second) else first if len(first) else second
 
 
-def save_pool(folder: Path, pool: PromptPool, **more: Any) -> None:
-    """Write into a step's folder what a resumed run needs to continue, and ``more`` JSON values."""
+def save_pool(folder: Path, pool: PromptPool, in_flight: DataProto | None = None, **more: Any) -> None:
+    """Write into a step's folder what a resumed run needs to continue, and ``more`` JSON values.
+
+    Args:
+        in_flight: prompts that are handed out and not trained on, which a resumed run takes before all others.
+    """
     prompts, entries = pool.state()
+    if in_flight is not None:
+        prompts["back"] = joined(in_flight, prompts["back"])
     for name, rows in prompts.items():
         (folder / f"rollout_{name}.safetensors").unlink(missing_ok=True)
         if len(rows):

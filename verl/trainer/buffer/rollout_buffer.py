@@ -2,12 +2,13 @@
 
 The trainer takes prompts and rollouts from here, and gives back which of them it trains on. Policies of the buffer:
 group filtering (`group_filter`), over-sampling with partial rollouts (`over_sampling`), reuse of cached batches
-(`rollout_skip`), and a rollout engine on devices of its own (`disjoint`), which may generate one step ahead. Knows
-columns and worker groups; no rewards, and not how batches are trained on.
+(`rollout_skip`), and a rollout engine on devices of its own (`disjoint`), which may generate a batch ahead or, group by
+group, all the time (`continuous`). Knows columns and worker groups; no rewards, and not how batches are trained on.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,11 +25,13 @@ from verl.data.table import distinct_values
 from verl.protocol import DataProto
 from verl.telemetry.metric import reduce_metrics
 from verl.telemetry.profiler import marked_timer
+from verl.trainer.buffer.continuous import ContinuousScheduler
 from verl.trainer.buffer.disjoint import DisjointRollout, PendingRollout
-from verl.trainer.buffer.over_sampling import GroupScheduler, sample_batch
+from verl.trainer.buffer.over_sampling import GroupScheduler, SampledGroups, batch_of, sample_batch
 from verl.trainer.buffer.prompt_pool import STATE_FILE, GroupFilter, PromptPool, load_pool, save_pool
 from verl.trainer.buffer.rollout_skip import RolloutCache
 from verl.utils.py_functional import derive_seed
+from verl.workers.rollout.monitor import occupancy
 
 PROMPT_COLUMNS = ("input_ids", "attention_mask", "position_ids")
 
@@ -78,25 +81,35 @@ class RolloutBuffer:
         self.config, self.loader, self.say = config, loader, say
         if self.generates_ahead and isinstance(loader.sampler, AbstractCurriculumSampler):
             raise ValueError(
-                f"actor_rollout_ref.rollout.async_ratio=1 with the curriculum sampler {type(loader.sampler).__name__}: "
-                "prompts are read before the sampler is updated with the last batch. Set async_ratio=0, or leave "
-                "data.sampler alone."
+                f"actor_rollout_ref.rollout.max_staleness={self.max_staleness} with the curriculum sampler "
+                f"{type(loader.sampler).__name__}: prompts are read before the sampler is updated with the last batch. "
+                "Set max_staleness=0, or leave data.sampler alone."
             )
         data, rollout, filtering = config.data, config.actor_rollout_ref.rollout, config.algorithm.filter_groups
         self.group_filter: GroupFilter | None = None
         self.scheduler: GroupScheduler | None = None
         self.pool: PromptPool | None = None
-        is_scheduled = rollout.mode == "async" and not rollout.async_ratio and not rollout.skip_rollout
+        is_continuous = config.actor_rollout_ref.generates_continuously
+        is_scheduled = rollout.mode == "async" and not rollout.skip_rollout
+        is_scheduled &= is_continuous or not self.generates_ahead
         if filtering.enable or is_scheduled:
             self.pool = PromptPool(loader)
         if filtering.enable:
             self.group_filter = GroupFilter(filtering, self.pool, data.train_batch_size, data.prompts_per_step, say)
-        if is_scheduled:
+        self.continuous: ContinuousScheduler | None = None
+        """The scheduler, if engines generate all the time."""
+        if is_continuous:
+            self.continuous = self.scheduler = ContinuousScheduler(
+                rollout, self.pool, data.prompts_per_step, config.trainer.seed
+            )
+        elif is_scheduled:
             self.scheduler = GroupScheduler(rollout, self.pool, data.prompts_per_step, config.trainer.seed)
         self.engine: Any = None
         self.agent_loops: Any = None
         """The manager of agent loops, with ``rollout.mode=async``."""
         self._next: NextBatch | None = None
+        self._serves_since = self._collected = 0.0
+        """When the engines began to serve with the weights they have, and when a step had its batch."""
         self._position: dict[str, Any] | None = None
         """The loader's, before the prompts that were read ahead."""
         self._saved: tuple[DataProto, dict[str, int]] | None = None
@@ -105,16 +118,12 @@ class RolloutBuffer:
     @property
     def generates_ahead(self) -> bool:
         """Whether the next batch is generated while one is trained on."""
-        return self.config.actor_rollout_ref.rollout.async_ratio > 0
+        return self.config.actor_rollout_ref.generates_ahead
 
     @property
     def max_staleness(self) -> int:
-        """Weight updates by which a token may be older than the policy that is trained: 0 is synchronous.
-
-        With ``rollout.async_ratio`` 1, a batch ahead; with ``rollout.partial_rollout`` as many as it allows.
-        """
-        rollout = self.config.actor_rollout_ref.rollout
-        return rollout.async_ratio or (rollout.max_staleness if rollout.partial_rollout else 0)
+        """Training steps by which a token may be older than the policy that is trained: 0 is synchronous."""
+        return self.config.actor_rollout_ref.rollout.staleness
 
     # -- rollout engine ----------------------------------------------------------------------------------------------
 
@@ -149,6 +158,8 @@ class RolloutBuffer:
 
     def close(self) -> None:
         """Stop the rollout's servers, if it has any; also after a failure."""
+        if self.continuous is not None and self.agent_loops is not None:
+            self.agent_loops.abandon(self.continuous.cancel())
         if hasattr(self.engine, "close"):
             self.engine.close()
 
@@ -158,10 +169,12 @@ class RolloutBuffer:
         """Yield batches of prompts for the steps after ``step``; each prompt has a ``uid`` of its own.
 
         With ``rollout.over_sample_rate`` they are more than a batch; `rollouts` chooses among them. With
-        ``rollout.async_ratio`` each batch was read, and its responses started, a step before.
+        ``rollout.max_staleness`` each batch was read, and its responses started, a step before.
         """
         self._coming = self._read_prompts(step, total_steps)
-        if not self.generates_ahead:
+        if self.continuous is not None:
+            self.continuous.total_steps = total_steps
+        if not self.generates_ahead or self.continuous is not None:
             yield from self._coming
             return
         self._start_next(steps_done=step)
@@ -198,6 +211,8 @@ class RolloutBuffer:
         """Return n responses to each prompt of the batch; with ``rollout.over_sample_rate`` not to all prompts."""
         if self._next is not None:
             return self._collect_next(step)
+        if self.continuous is not None:
+            return self._collect_continuous(prompts, step)
         if self.scheduler is None:
             return Rollouts(prompts, self.generate(prompts.repeat(n, interleave=True), n, step))
         prompts.meta_info.update(validate=False, global_steps=step)
@@ -285,11 +300,41 @@ class RolloutBuffer:
             return None
         return PendingRollout(metadata["version"], metadata["steps_done"], finished=responses)
 
+    # -- continuous generation ---------------------------------------------------------------------------------------
+
+    def _collect_continuous(self, prompts: DataProto, step: int) -> Rollouts:
+        """Bring the newest weights to the engines, start ``prompts``, and wait for the groups of this step."""
+        scheduler, loops, start = self.continuous, self.agent_loops, time.perf_counter()
+        assert scheduler is not None
+        prompts.meta_info.update(validate=False, global_steps=step)
+        scheduler.gate.clear()  # what the new weights interrupt waits here, not at the servers
+        timing = self.engine.keep_serving()
+        serves_since, self._serves_since = self._serves_since, time.perf_counter()
+        spans = loops.client.take_spans()
+        idle = occupancy(spans, loops.client.num_servers, start - serves_since) if serves_since else {}
+        run = loops.row_runner(prompts)
+
+        async def collect() -> tuple[tuple[int, int], tuple[DataProto, SampledGroups]]:
+            await scheduler.start(prompts, step, loops.client, self.engine.version, run)
+            restarted = await scheduler.restart_old(loops.client)
+            return restarted, await scheduler.next_batch(step)
+
+        with marked_timer("gen_wait", timing):
+            restarted, (prompts, sampled) = loops.wait_for(collect())
+        rollout = self.config.actor_rollout_ref.rollout
+        batch = batch_of(loops, rollout, prompts, sampled, timing)
+        ended, self._collected = self._collected, time.perf_counter()
+        metrics = sampled.metrics | idle
+        metrics |= {"rollout/samples_restarted": restarted[0], "rollout/tokens_discarded": restarted[1]}
+        if ended:
+            metrics["perf/trainer_idle_share"] = (self._collected - start) / (self._collected - ended)
+        return Rollouts(prompts, join_generated(prompts.repeat(rollout.n, interleave=True), batch), metrics, timing)
+
     # -- checkpoint --------------------------------------------------------------------------------------------------
 
     def position(self) -> dict[str, Any]:
         """Return the loader's position for a checkpoint: before prompts that were read ahead, which are read again."""
-        return self._position if self.generates_ahead else self.loader.state_dict()
+        return self._position if self.generates_ahead and self.continuous is None else self.loader.state_dict()
 
     def responses_ahead(self) -> tuple[DataProto, dict[str, int]] | None:
         """Return the responses for the next step, which it waits for, and their metadata; None if there are none.
@@ -304,7 +349,10 @@ class RolloutBuffer:
 
     def save(self, folder: Path) -> None:
         """Write the pool and the partial rollouts into a step's folder."""
-        if self.scheduler is not None:
+        if self.continuous is not None:
+            state = self.agent_loops.wait_for(self.continuous.interrupted_state(self.agent_loops.client))
+            self.continuous.save_open(folder, state)
+        elif self.scheduler is not None:
             self.scheduler.save(folder)
         elif self.pool is not None:
             save_pool(folder, self.pool)
@@ -322,7 +370,7 @@ class RolloutBuffer:
             remark = "; prompts that rollout.mode=async or filter_groups had put back are left out"
         if self.group_filter is not None and not self.pool.batches_read:  # saved by a run without it
             self.pool.batches_read = step
-        if self.generates_ahead:
+        if self.generates_ahead and self.continuous is None:
             self._saved = run_state.load_ahead(folder)
         return remark
 

@@ -237,7 +237,7 @@ class PPOJob:
             check_reward_model(config, tokenizer)
         roles = self.roles or default_roles(config)
         trainer_cls = self.trainer_cls
-        if trainer_cls is RayPPOTrainer and config.actor_rollout_ref.rollout.async_ratio:
+        if trainer_cls is RayPPOTrainer and config.actor_rollout_ref.generates_ahead:
             trainer_cls = OneStepOffTrainer
         tree = config if self.script_config is None else self.script_config
         if trainer_cls in (RayPPOTrainer, OneStepOffTrainer) and isinstance(tree, PPOConfig):

@@ -127,7 +127,7 @@ class RayPPOTrainer(RecipeNames):
     """``config`` as typed sections, which verl itself reads. A script may change ``config`` before `init_workers`."""
 
     generates_ahead = False
-    """Whether the stages of this class may run while the next batch is generated: ``rollout.async_ratio``."""
+    """Whether the stages of this class may run while the next batch is generated: ``rollout.max_staleness``."""
 
     def __init__(
         self,
@@ -149,10 +149,11 @@ class RayPPOTrainer(RecipeNames):
         self.options = config = typed_config(self.config)
         self.early_stop = EarlyStop(config.trainer)
         import_users_modules(config.actor_rollout_ref.model.external_lib)
-        if (ratio := config.actor_rollout_ref.rollout.async_ratio) and not self.generates_ahead:
+        if config.actor_rollout_ref.generates_ahead and not self.generates_ahead:
             raise ValueError(
-                f"actor_rollout_ref.rollout.async_ratio={ratio}: {type(self).__name__} generates each batch when it "
-                "is needed. Let it inherit from verl.trainer.ppo.ray_trainer.OneStepOffTrainer, or set 0."
+                f"actor_rollout_ref.rollout.max_staleness={config.actor_rollout_ref.rollout.staleness}: "
+                f"{type(self).__name__} generates each batch when it is needed. Let it inherit from "
+                "verl.trainer.ppo.ray_trainer.OneStepOffTrainer, or set 0."
             )
         self.tokenizer, self.processor = tokenizer, processor
         self.role_worker_mapping, self.resource_pool_manager = role_worker_mapping, resource_pool_manager
@@ -744,7 +745,7 @@ class RayPPOTrainer(RecipeNames):
 
 
 class OneStepOffTrainer(RayPPOTrainer):
-    """One-step-off-policy training (``rollout.async_ratio=1``): the next batch is generated while one is trained on.
+    """One-step-off-policy training (``rollout.max_staleness=1``): the next batch is generated while one is trained on.
 
     Step k trains on responses of the weights after step k - 2. ``old_log_probs`` are computed at step k, so that the
     ratio a loss clips is that of the update; the rollout's own are in ``rollout_log_probs``.

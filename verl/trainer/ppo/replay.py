@@ -97,7 +97,7 @@ def replay_config(folder: Path, about: dict[str, Any], scratch: str, changes: di
             "distillation.nnodes": 0,
             f"{_ROLLOUT}.name": "hf",  # never awake: the rows are there
             f"{_ROLLOUT}.mode": "sync",
-            f"{_ROLLOUT}.async_ratio": 0,
+            f"{_ROLLOUT}.max_staleness": 0,
             f"{_ROLLOUT}.over_sample_rate": 0.0,
             f"{_ROLLOUT}.partial_rollout": False,
             f"{_ROLLOUT}.skip_rollout": False,

@@ -206,8 +206,8 @@ class Span:
     ended: float
 
 
-def occupancy(spans: Sequence[Span], num_replicas: int) -> dict[str, float]:
-    """Metrics of one step, whose time runs from the first request made to the last one ended.
+def occupancy(spans: Sequence[Span], num_replicas: int, total_s: float | None = None) -> dict[str, float]:
+    """Metrics of ``total_s`` seconds; None: those from the first request made to the last one ended.
 
         rollout/bubble_share        share of the replicas' time in which they had no request at all
         rollout/idle_slot_share     1 - (sum over requests of their time) / (time x most requests a replica had at once)
@@ -217,7 +217,7 @@ def occupancy(spans: Sequence[Span], num_replicas: int) -> dict[str, float]:
     """
     if not spans:
         return {}
-    total = max(span.ended for span in spans) - min(span.submitted for span in spans)
+    total = total_s or max(span.ended for span in spans) - min(span.submitted for span in spans)
     by_replica: dict[str, list[Span]] = {}
     for span in spans:
         by_replica.setdefault(span.replica, []).append(span)

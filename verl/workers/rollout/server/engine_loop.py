@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from operator import itemgetter
 from typing import Any, NamedTuple
 
@@ -262,6 +262,8 @@ class EngineLoop:
             number = self._number_of.pop(request_id)
             del self._request_id_of[number]
             self._watched.discard(number)
+            if completion.version is None:  # said here: the loop may have other weights when the answer is sent
+                completion = replace(completion, version=self.version)
             self.engine.monitor.count([self._requests.pop(number)], [completion])
             events.append(Event(number, completion, is_paused=is_paused))
         return events
