@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 if __name__ == "__main__":  # works from a checkout that is not installed
     sys.path.insert(0, str(Path(__file__).parents[1]))
 
+from verl.config.async_names import translate_async
 from verl.config.base import Problem
 from verl.config.checks.support import NAMES, unknown_names, unsupported_values
 from verl.config.command_line import locate
@@ -63,6 +64,7 @@ def verdict(key: str, value: Any) -> Verdict:
     put_key(tree, key, value)
     given, problems = {key}, []
     notices = drop_empty_requests(tree, given, PPOConfig, defaults)
+    notices += translate_async(tree, given, problems)
     notices += translate(tree, given, problems) + translate_values(tree)
     notices += translate_correction(tree, given, problems) + drop_empty_requests(tree, given, PPOConfig, defaults)
     features = set_features_aside(tree, given, problems, lambda name: locate(PPOConfig, name).kind != "unknown")

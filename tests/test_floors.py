@@ -20,6 +20,7 @@ FLOORS = {  # the longest prefix decides
     "verl.selftest": 7,
     "verl.init": 7,
     "verl.cli": 7,
+    "verl.experimental": 7,
     "verl.__main__": 7,
     "verl.trainer": 6,
     "verl.agents": 5,

@@ -299,7 +299,6 @@ def test_choices_that_verl_makes_anyway_are_accepted(word):
         ([f"actor@{A}=veomni_actor"], "ppo_trainer", "the VeOmni backend"),
         ([], "dapo_megatron_trainer", "a Megatron trainer of another kind"),
         ([], "dapo_megatron_trainer.yaml", "a Megatron trainer of another kind"),
-        ([], "fully_async_ppo_trainer", "fully asynchronous training"),
     ],
 )
 def test_a_backend_or_configuration_of_verl_is_refused_by_its_feature(words, name, feature):

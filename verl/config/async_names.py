@@ -16,6 +16,9 @@ _ASYNC, _V1 = "async_training", "trainer.v1"
 _ROLLOUT, _SAMPLER = "actor_rollout_ref.rollout", f"{_V1}.sampler"
 _MINI, _BATCH = "actor_rollout_ref.actor.ppo_mini_batch_size", "data.train_batch_size"
 
+_STEPS = 4
+"""Default of ``async_training.trigger_parameter_sync_step``."""
+
 _WITHOUT_EFFECT = {
     "checkpoint_engine.enable": "weights always cross over in buckets",
     "checkpoint_engine.overlap_broadcast_and_consume": "weights always cross over in buckets",
@@ -115,6 +118,8 @@ def _fully_async(names: _Names) -> None:
     if uses is not None:
         new = "algorithm.rollout_correction.bypass_mode"
         names.put(f"{_ASYNC}.use_rollout_log_probs", uses, new, uses and not computes)
+        if uses:
+            names.put(f"{_ASYNC}.use_rollout_log_probs", uses, f"{_ROLLOUT}.calculate_log_probs", True)
     size = names.take(f"{_ASYNC}.checkpoint_engine.device_buffer_size_M", int)
     if size is not None:
         new = f"{_ROLLOUT}.update_weights_bucket_megabytes"
@@ -130,11 +135,12 @@ def _batches(names: _Names) -> None:
     syncs, requires = f"{_ASYNC}.trigger_parameter_sync_step", f"{_ASYNC}.require_batches"
     steps, batches = names.take(syncs, int), names.take(requires, int)
     mini = at_key(names.tree, _MINI)
-    if (steps is not None or batches is not None) and isinstance(mini, int):
-        if at_key(names.tree, _BATCH) in (0, None):
-            names.given.discard(_BATCH)  # 0 says that these two decide
-        value = (steps or 1) * (batches or 1) * mini
-        names.put(f"{syncs} x {requires} x {_MINI}", f"{steps or 1} x {batches or 1} x {mini}", _BATCH, value)
+    is_open = at_key(names.tree, _BATCH) in (0, None)  # 0 says that these two decide
+    if (is_open or steps is not None or batches is not None) and isinstance(mini, int):
+        if is_open:
+            names.given.discard(_BATCH)
+        steps, batches = steps or _STEPS, batches or 1
+        names.put(f"{syncs} x {requires} x {_MINI}", f"{steps} x {batches} x {mini}", _BATCH, steps * batches * mini)
         if at_key(names.tree, "data.gen_batch_size") == 1:
             put_key(names.tree, "data.gen_batch_size", None)
             names.messages.append("data.gen_batch_size=1 has no effect: groups are generated one by one anyway")
@@ -148,9 +154,24 @@ def _v1(names: _Names) -> None:
     mode = at_key(names.tree, old)
     if mode == "sync":
         names.take(old, str)
+        names.take("trainer.use_v1", bool)
         return
-    if mode != "separate_async" or at_key(names.tree, f"{_SAMPLER}.max_off_policy_strategy") not in (None, "drop"):
-        return  # refused by the name of the feature
+    if mode == "colocate_async":
+        text = (
+            f"{old}={mode}: on shared devices nothing is generated while the policy trains. Set "
+            f"{_ROLLOUT}.over_sample_rate and partial_rollout=true, which keep what is not complete for the next steps "
+            "(docs/long_tails.md), or trainer_mode=separate_async."
+        )
+        names.problems.append(Problem(old, text))
+    if mode != "separate_async":
+        return  # others are refused by the name of the feature
+    strategy = f"{_SAMPLER}.max_off_policy_strategy"
+    if (value := at_key(names.tree, strategy)) not in (None, "drop"):
+        text = (
+            f"{strategy}={show(value)}: samples with tokens beyond the bound are generated again. Set drop, or leave "
+            "it out."
+        )
+        names.problems.append(Problem(strategy, text))
     every = at_key(names.tree, f"{_V1}.separate_async.parameter_sync_step")
     if every not in (None, 1):
         text = (
@@ -159,6 +180,7 @@ def _v1(names: _Names) -> None:
         )
         names.problems.append(Problem(f"{_V1}.separate_async.parameter_sync_step", text))
     names.take(old, str)
+    names.take("trainer.use_v1", bool)
     for name in ("sampler.max_off_policy_strategy", "separate_async.parameter_sync_step"):
         names.take(f"{_V1}.{name}", str, int)
     ahead = names.take(f"{_V1}.separate_async.num_warmup_batches", int)

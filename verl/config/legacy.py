@@ -10,6 +10,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from verl.config.async_names import ASYNC_KEYS
 from verl.config.base import Problem
 from verl.config.features import Feature, FeatureKey, feature_of_backend, feature_of_key, not_built, prefixes
 from verl.config.rollout import DECIDED, HANDED_ON
@@ -187,7 +188,7 @@ _BY_NAME: dict[str, Moved | RemovedOption] = {
 def is_legacy(key: str) -> bool:
     """Is this a name that a release of verl has for an option, or for something that is not built?"""
     is_moved = today(key) != key or entry_of(key) is not None
-    return is_moved or key in CORRECTION_KEYS or feature_of_key(today(key)) is not None
+    return is_moved or key in (*CORRECTION_KEYS, *ASYNC_KEYS) or feature_of_key(today(key)) is not None
 
 
 def today(key: str) -> str:

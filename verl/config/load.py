@@ -14,6 +14,7 @@ from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from verl.config.async_names import translate_async
 from verl.config.base import MISSING, Config, ConfigError, ConfigWarning, Problem
 from verl.config.command_line import check_overrides, locate, parse, print_help, print_tree, unknown_key
 from verl.config.compose import CONFIG_DIR, compose, search_folders
@@ -306,6 +307,7 @@ def interpret(
     notes = drop_empty_requests(tree, given, root, defaults)
     is_ppo = issubclass(root, PPOConfig)
     if is_ppo:
+        messages += translate_async(tree, given, problems)
         messages += translate(tree, given, problems, partial(_resolved, composed))
         messages += translate_logger(tree) + translate_values(tree)
         messages += translate_correction(tree, given, problems)

@@ -7,8 +7,11 @@ from types import SimpleNamespace
 import hypothesis.strategies as st
 from hypothesis import given, settings
 
-from tests.trainer.buffer.test_disjoint import APART, ROLLOUT, run
+from tests.support.runs import make_task, overrides, read_metrics
+from tests.trainer.buffer.test_disjoint import APART, ROLLOUT, RUN, run
+from verl.experimental.fully_async_policy import fully_async_main
 from verl.trainer.buffer.continuous import ContinuousScheduler, OpenGroup
+from verl.trainer.main_ppo import main
 
 CONTINUOUS = {
     **APART,
@@ -50,6 +53,18 @@ def prompts_of(folder, steps):
     return Counter(row["input"] for row in rows)
 
 
+def run_as_verl_does(folder, monkeypatch):
+    """The metrics by step of the same options under the names of verl's own program, below another configuration."""
+    given = {name: value for name, value in CONTINUOUS.items() if name.endswith(("requests", "n_gpus_per_node"))}
+    given |= {name: value for name, value in {**RUN, **CONTINUOUS}.items() if not name.startswith("actor_rollout_ref")}
+    given |= {name: value for name, value in RUN.items() if name.endswith("ppo_mini_batch_size")}
+    given |= {"async_training__staleness_threshold": 2, "async_training__partial_rollout": True}
+    given |= {"trainer__rollout_data_dir": folder / "resumed", "trainer__default_local_dir": folder / "run"}
+    monkeypatch.setenv("VERL_FILE_LOGGER_PATH", str(folder / "resumed.jsonl"))
+    main(overrides(make_task(folder / "task", rows=12), **given), fully_async_main.RECIPE)
+    return {row["step"]: row["data"] for row in read_metrics(folder / "resumed.jsonl")}
+
+
 def test_tokens_of_several_versions_are_trained_on_and_a_resumed_run_keeps_them(tmp_path, monkeypatch):
     whole = run(tmp_path, "whole", monkeypatch, **CONTINUOUS, trainer__default_local_dir=tmp_path / "run")
     assert all(row["rollout/staleness/max"] <= 2 for row in whole.values())
@@ -66,7 +81,7 @@ def test_tokens_of_several_versions_are_trained_on_and_a_resumed_run_keeps_them(
     saved = {name: turns["turns"][0] for name, turns in state["journals"].items()}
     assert len(state["started"]) == 8 and any(turn["finish_reason"] is None for turn in saved.values())
     (tmp_path / "run" / "latest_checkpointed_iteration.txt").write_text("3")
-    resumed = run(tmp_path, "resumed", monkeypatch, **CONTINUOUS, trainer__default_local_dir=tmp_path / "run")
+    resumed = run_as_verl_does(tmp_path, monkeypatch)
     assert sorted(resumed) == [4, 5, 6] and resumed[4]["rollout/stale_token_share"] > 0
     again = prompts_of(tmp_path / "whole", range(1, 4)) + prompts_of(tmp_path / "resumed", range(4, 7))
     assert again == counts

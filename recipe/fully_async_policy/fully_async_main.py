@@ -1,0 +1,6 @@
+"""Fully asynchronous training: ``python -m recipe.fully_async_policy.fully_async_main key=value ...``"""
+
+from verl.experimental.fully_async_policy.fully_async_main import main
+
+if __name__ == "__main__":
+    main()

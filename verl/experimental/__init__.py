@@ -1,0 +1,1 @@
+"""Addresses of verl's experimental programs."""

@@ -1,0 +1,1 @@
+"""Address of verl's fully asynchronous trainer: the main job whose engines generate all the time."""
