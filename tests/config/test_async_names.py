@@ -17,7 +17,7 @@ LAUNCHED = [
     "rollout.n_gpus_per_node=2",
     "rollout.total_rollout_steps=100",
     "rollout.test_freq=3",
-    f"{A}.staleness_threshold=0.5",
+    f"{A}.staleness_threshold=1.5",
     f"{A}.trigger_parameter_sync_step=3",
     f"{A}.require_batches=2",
     f"{A}.partial_rollout=True",
@@ -35,7 +35,7 @@ def test_a_command_of_the_fully_asynchronous_trainer_is_translated(name):
     loaded = load(LAUNCHED, config_name=name)
     assert not loaded.problems, loaded.problems
     meant = APART | {
-        f"{ROLLOUT}.max_staleness": 1,
+        f"{ROLLOUT}.max_staleness": 2,
         f"{ROLLOUT}.calculate_log_probs": True,
         f"{ROLLOUT}.n_gpus_per_node": 2,
         f"{ROLLOUT}.update_weights_bucket_megabytes": 64,

@@ -14,7 +14,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from verl.config.command_line import CheckedOverrides, check_overrides
 from verl.config.compose import compose, search_folders
-from verl.config.load import MEGATRON_NAME, LoadedConfig, interpret, load
+from verl.config.load import OWN_NAMES, LoadedConfig, interpret, load
 from verl.config.ppo import PPOConfig
 from verl.config.tree import differing
 
@@ -53,7 +53,7 @@ def load_over(base: Sequence[str], words: Sequence[str], start: Start = Start())
         except OmegaConfBaseException:  # a value that does not fit: hydra says so in its own words
             return load(whole, start.config_path, start.config_name, root=start.root)
     tree = OmegaConf.to_container(composed, resolve=False)
-    if start.config_name not in ("ppo_trainer", MEGATRON_NAME):
+    if start.config_name not in ("ppo_trainer", *OWN_NAMES):
         plain = OmegaConf.to_container(pickle.loads(_composed((), Start(root=start.root))), resolve=False)
         by_file = differing(tree, plain)
         given |= {key for key in by_file if not any(own.startswith(f"{key}.") for own in later.given)}

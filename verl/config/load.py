@@ -265,15 +265,15 @@ def load(
 
         composed = OmegaConf.create(tree)
     given = set(checked.given)
-    if config_name.removesuffix(".yaml") not in (base_name(root), MEGATRON_NAME) or len(folders) > 1:
+    if config_name.removesuffix(".yaml") not in (base_name(root), *OWN_NAMES) or len(folders) > 1:
         by_file = differing(tree, compose([], [CONFIG_DIR], base_name(root), root)[1])
         # a section that is null by default differs as a whole where the command line sets one of its options
         given |= {key for key in by_file if not any(own.startswith(f"{key}.") for own in checked.given)}
     return interpret(tree, given, root, composed=composed, stripped_prefix=checked.stripped_prefix)
 
 
-MEGATRON_NAME = "ppo_megatron_trainer"
-"""The YAML file of verl's own that only chooses other engines; what it sets is not the user's."""
+OWN_NAMES = ("ppo_megatron_trainer", "fully_async_ppo_trainer")
+"""YAML files of verl's own that choose other engines, or another schedule; what they set is not the user's."""
 
 
 def base_name(root: type[Config]) -> str:
