@@ -1,12 +1,18 @@
-"""Cost and gain of a rollout on devices of its own: seconds of a transfer, and steps a second, one step ahead or not.
+"""Cost and gain of a rollout on devices of its own: seconds of a transfer, steps a second, and what is learned.
 
-``python -m benchmarks.disjoint [--save]``: bf16 weights of a random model through a `WeightLink` between two processes,
-next to a plain copy of as many bytes in the same run; and GRPO of the 2.5M-parameter model colocated, apart, and apart
-with one batch ahead. Wall seconds: run it on an idle machine.
+``python -m benchmarks.disjoint [--transfers] [--schedules] [--learning] [--save]``, all three by default. Wall seconds:
+run it on an idle machine.
+
+- Transfers: bf16 weights of a random model through a `WeightLink` between two processes, next to a plain copy of as
+  many bytes in the same run.
+- Schedules: GRPO of the 2.5M-parameter model, 8 prompts x 8 responses a step, of forced lengths, log-normal around 40
+  and cut at 256. A wait of `UPDATE_S` stands for an update on devices elsewhere: here both sides share cores.
+- Learning: the digits task of the tests with three seeds, zero, one and two steps behind.
 """
 
 from __future__ import annotations
 
+import sys
 import tempfile
 import time
 from pathlib import Path
@@ -20,6 +26,8 @@ from benchmarks.measure import report
 from benchmarks.step import LEARNING
 from tests.support.ranks import run_ranks
 from tests.support.runs import make_task, overrides
+from tests.trainer.test_learning import LEARNING as DIGITS
+from tests.trainer.test_learning import TINY
 from verl.config.load import load_ppo_config
 from verl.config.rollout import RolloutConfig
 from verl.trainer.ppo.job import PPOJob
@@ -29,8 +37,42 @@ from verl.workers.rollout.hf.rollout import HFRollout
 from verl.workers.rollout.weights.link import WeightLink, find_store, open_store
 
 WARM_UP = 3
-APART = {"actor_rollout_ref__hybrid_engine": False, "actor_rollout_ref__rollout__n_gpus_per_node": 1}
-WAYS = {"colocated": {}, "apart": APART, "one step ahead": {**APART, "actor_rollout_ref__rollout__max_staleness": 1}}
+ROLLOUT = "actor_rollout_ref__rollout"
+SERVED = {f"{ROLLOUT}__mode": "async", f"{ROLLOUT}__calculate_log_probs": True}
+APART = {**SERVED, "actor_rollout_ref__hybrid_engine": False, f"{ROLLOUT}__n_gpus_per_node": 1}
+AHEAD = {**APART, f"{ROLLOUT}__max_staleness": 1}
+WAYS = {
+    "colocated": SERVED,
+    "apart": APART,
+    "one step ahead": AHEAD,
+    **{
+        f"all the time, max_staleness={k}": {
+            **AHEAD,
+            f"{ROLLOUT}__partial_rollout": True,
+            f"{ROLLOUT}__max_staleness": k,
+        }
+        for k in (1, 2, 4)
+    },
+}
+UPDATE_S = 1.0
+LONGEST = 256
+LOOP = """
+import random
+from verl.agents import AgentLoopBase, AgentLoopOutput, register
+
+
+@register("forced")
+class Forced(AgentLoopBase):
+    async def run(self, sampling_params, **row):
+        prompt = list(row["raw_prompt_ids"])
+        draw = random.Random(self.server_manager._seed)
+        tokens = max(1, min(256, int(40 * draw.lognormvariate(0, 0.9))))
+        sampling_params |= {"max_tokens": tokens, "ignore_eos": True}
+        answer = await self.server_manager.generate("one", prompt_ids=prompt, sampling_params=sampling_params)
+        ids = answer.token_ids
+        return AgentLoopOutput(prompt_ids=prompt, response_ids=ids, response_mask=[1] * len(ids), num_turns=2,
+                               response_logprobs=answer.log_probs)
+"""
 SIZES = {
     "2.5M": {"size": "2.5M"},
     "86M": {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 5, "head_dim": 64},
@@ -71,6 +113,11 @@ class TimedTrainer(RayPPOTrainer):
     """Notes when every step ended and what it said of its sampling."""
 
     ends: list[float]
+    update_s = UPDATE_S
+
+    def improve(self, batch: Any) -> None:
+        super().improve(batch)
+        time.sleep(self.update_s)
 
     def finish_step(self, step: int, batch: Any) -> None:
         super().finish_step(step, batch)
@@ -80,19 +127,32 @@ class TimedTrainer(RayPPOTrainer):
 
 def steps(task: dict[str, str], **settings: Any) -> dict[str, Any]:
     """Steps a second of a job, its first steps left out, and the share of generation that training hid."""
-    is_ahead = "actor_rollout_ref__rollout__max_staleness" in settings
+    is_ahead = f"{ROLLOUT}__max_staleness" in settings
     base = OneStepOffTrainer if is_ahead else RayPPOTrainer
 
     class Job(PPOJob):
         trainer_cls = type("Timed", (TimedTrainer, base), {})
 
     trainer = Job(load_ppo_config(overrides(task, **{**LEARNING, **settings}))).run()
-    said = trainer.said[WARM_UP:]
-    names = ("timing_s/gen", "timing_s/generate_sequences", "timing_s/sync_weights", "timing_s/update_actor")
-    row: dict[str, Any] = {name.split("/")[1] + "_s": _mean(said, name) for name in names}
-    if is_ahead:
-        row["overlap"] = _mean(said, "perf/rollout_overlap")
-    return {"steps_a_second": (len(said) - 1) / (trainer.ends[-1] - trainer.ends[WARM_UP]), **row}
+    last = -4 if is_ahead else None  # the engines run dry in the last steps
+    said, ends = trainer.said[WARM_UP:last], trainer.ends[WARM_UP:last]
+    seconds = ends[-1] - ends[0]
+    row = {"steps_a_second": (len(said) - 1) / seconds}
+    row["tokens_a_second"] = sum(step["perf/total_num_tokens"] for step in said[1:]) / seconds
+    return row | {name.split("/", 1)[1]: _mean(said, name) for name in SAID if _mean(said, name) is not None}
+
+
+def learned(task: dict[str, str], folder: Path, seed: int, **settings: Any) -> float:
+    """The mean reward of the last three steps of a run."""
+    base = OneStepOffTrainer if f"{ROLLOUT}__max_staleness" in settings else RayPPOTrainer
+
+    class Job(PPOJob):
+        trainer_cls = type("Timed", (TimedTrainer, base), {"update_s": 0.0})
+
+    options = {**DIGITS, **TINY, **settings, "trainer__seed": seed, "trainer__default_local_dir": folder}
+    del options["size"]
+    trainer = Job(load_ppo_config(overrides(task, **options))).run()
+    return sum(step["critic/score/mean"] for step in trainer.said[-3:]) / 3
 
 
 def _mean(said: list[dict[str, float]], name: str) -> float | None:
@@ -100,10 +160,24 @@ def _mean(said: list[dict[str, float]], name: str) -> float | None:
     return sum(numbers) / len(numbers) if numbers else None
 
 
+SAID = (
+    "timing_s/gen",
+    "timing_s/generate_sequences",
+    "timing_s/sync_weights",
+    "perf/rollout_overlap",
+    "perf/trainer_idle_share",
+    "rollout/bubble_share",
+    "rollout/staleness/mean",
+    "rollout/interrupted_share",
+)
+
+
 def main() -> None:
     rows = []
+    parts = {part for part in ("transfers", "schedules", "learning") if f"--{part}" in sys.argv}
+    parts = parts or {"transfers", "schedules", "learning"}
     with tempfile.TemporaryDirectory() as place:
-        for name, options in SIZES.items():
+        for name, options in SIZES.items() if "transfers" in parts else ():
             folder = make_tiny_model(Path(place) / name, family="qwen2", **options)
             for bucket_mib in (16, 512):
                 *seconds, copy, nbytes = run_ranks(2, transfers, folder, bucket_mib << 20)[0]
@@ -112,12 +186,22 @@ def main() -> None:
                 rows.append(
                     {**row, "seconds": best, "gib_a_second": nbytes / best / 2**30, "ratio_to_copy": best / copy}
                 )
-        task = make_task(Path(place) / "task", size="2.5M")
-        for way, settings in WAYS.items():
+        for way, settings in WAYS.items() if "schedules" in parts else ():
+            task = make_task(Path(place) / "task", size="2.5M")
+            (Path(place) / "forced.py").write_text(LOOP)
             size = {"data__train_batch_size": 8, "actor_rollout_ref__actor__ppo_mini_batch_size": 8}
-            length = {**size, "data__max_response_length": 64, "trainer__total_training_steps": 20}
-            folder = {"trainer__default_local_dir": Path(place) / way.replace(" ", "_")}
-            rows.append({"what": f"GRPO, 64 x 64 tokens, {way}", **steps(task, **length, **folder, **settings)})
+            size |= {"data__max_response_length": LONGEST, "trainer__total_training_steps": 20}
+            size |= {f"{ROLLOUT}__agent__agent_loop_config_path": Path(place) / "forced.py"}
+            size |= {f"{ROLLOUT}__agent__default_agent_loop": "forced"}
+            folder = {"trainer__default_local_dir": Path(place) / f"schedule{len(rows)}"}
+            rows.append({"what": f"GRPO, 64 responses a step, {way}", **steps(task, **size, **folder, **settings)})
+        behind = {"0": APART, "1": AHEAD, "2": WAYS["all the time, max_staleness=2"]}
+        for k, settings in behind.items() if "learning" in parts else ():
+            task = make_task(Path(place) / "tiny", size="tiny")
+            correction = {"algorithm__rollout_correction__rollout_is": "token"} if k == "2" else {}
+            folders = [Path(place) / f"learning{k}_{seed}" for seed in range(3)]
+            scores = [learned(task, folder, seed, **settings, **correction) for seed, folder in enumerate(folders)]
+            rows.append({"what": f"digits, {k} steps behind, reward of three seeds", "scores": scores})
     report("disjoint", rows)
 
 

@@ -77,7 +77,8 @@ def sampler(**settings: Any) -> GroupScheduler:
     config = {"n": N, "response_length": LONGEST, "over_sample_rate": 0.0, "max_postponements": None}
     config |= {"partial_rollout": False, "max_staleness": 1}
     loader = build_train_loader({"train_batch_size": BATCH, "dataloader_num_workers": 0}, Prompts())
-    return GroupScheduler(SimpleNamespace(**config | settings), PromptPool(loader), BATCH, seed=1)
+    config |= {"staleness": settings.get("max_staleness", 1), **settings}
+    return GroupScheduler(SimpleNamespace(**config), PromptPool(loader), BATCH, seed=1)
 
 
 async def draw(client: Any, prompts: Any, row: int, seed: int) -> int:
