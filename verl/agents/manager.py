@@ -183,7 +183,10 @@ class AgentLoopManager:
         started = self.worker_group.start_server(token)
         self.addresses = [answer["address"] for answer in started if answer is not None]
         self.servers_file = self._publish_addresses(token)
-        self.client = RolloutClient(self.addresses, token, self.rollout.max_running_requests)
+        most = self.rollout.max_running_requests
+        if most is None and self.config.actor_rollout_ref.generates_continuously:
+            most = self.rollout.max_num_seqs  # what a replica could not run waits here, for whichever has room first
+        self.client = RolloutClient(self.addresses, token, most)
 
     def reconnect(self) -> None:
         """Serve with new processes of the worker group, in the place of those that died."""

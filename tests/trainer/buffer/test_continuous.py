@@ -1,5 +1,6 @@
 """Continuous generation: engines that never wait for the trainer, tokens of several versions, a bound on their age."""
 
+import asyncio
 import json
 from collections import Counter
 from types import SimpleNamespace
@@ -9,9 +10,13 @@ from hypothesis import given, settings
 
 from tests.support.runs import make_task, overrides, read_metrics
 from tests.trainer.buffer.test_disjoint import APART, ROLLOUT, RUN, run
+from tests.trainer.buffer.test_over_sampling import Prompts
+from verl.data.loader import build_train_loader
 from verl.experimental.fully_async_policy import fully_async_main
 from verl.trainer.buffer.continuous import ContinuousScheduler, OpenGroup
+from verl.trainer.buffer.prompt_pool import PromptPool
 from verl.trainer.main_ppo import main
+from verl.workers.rollout.base import Completion, Request, SamplingParams
 
 CONTINUOUS = {
     **APART,
@@ -46,6 +51,64 @@ def test_no_group_is_trained_on_after_its_last_step_and_engines_always_have_work
             assert step - group.step <= staleness
             trained.append(scheduler.open.pop(group.uid).uid)
     assert not scheduler.open and len(set(trained)) == 8 * batch_size
+
+
+class ScriptedClient:
+    """Servers that answer at once, but for the requests of ``slow``: those end when they are aborted or let go."""
+
+    def __init__(self, slow):
+        self.slow, self.version, self.running = slow, 0, {}
+
+    async def generate(self, request, *, request_id, session=None, priority=0):
+        sample, tokens, version = request_id.rpartition("/")[0], [7, 8, 9], self.version
+        reason = "stop"
+        if sample == self.slow:
+            self.running[request_id] = asyncio.get_running_loop().create_future()
+            reason = await self.running[request_id]
+        return Completion(tokens, [-1.0] * 3, reason, version)
+
+    async def abort(self, request_ids=None):
+        for name in [*self.running] if request_ids is None else request_ids:
+            if name in self.running:
+                self.running.pop(name).set_result("abort")
+
+
+def test_new_weights_go_on_with_a_response_until_its_tokens_are_too_old():
+    config = {"n": 2, "response_length": 64, "over_sample_rate": 0.0, "partial_rollout": True}
+    config = SimpleNamespace(**config, staleness=1, max_staleness=1, max_postponements=4)
+    pool = PromptPool(build_train_loader({"train_batch_size": 2, "dataloader_num_workers": 0}, Prompts(20)))
+    scheduler = ContinuousScheduler(config, pool, 2, 0)
+    scheduler.total_steps, client = 9, ScriptedClient("step1-0/0")
+
+    async def one(name, row, seed, own):
+        return await own.generate(Request(tuple(row["raw_prompt_ids"]), SamplingParams(64), seed))
+
+    async def step(number):
+        client.version = number - 1
+        scheduler.gate.clear()
+        await client.abort()
+        await scheduler.start(scheduler.take(number), number, client, client.version, one)
+        restarted = await scheduler.restart_old(client)
+        return restarted, await scheduler.next_batch(number)
+
+    async def run():
+        first, second = await step(1), await step(2)
+        assert first[0] == second[0] == (0, 0) and "step1-0" in scheduler.open
+        assert {*first[1][0].non_tensor_batch["uid"], "step1-0"} == {"step1-0", "step1-1", "step1-2"}
+        state = await scheduler.interrupted_state(client)
+        assert state["started"]["step1-0"] == 1
+        assert state["journals"]["step1-0/0"]["turns"][0]["versions"] == [0] * 3 + [1] * 3
+        # two steps old: what this sample and the complete one beside it have is discarded, and generated again
+        restarted, _ = await step(3)
+        assert restarted == (2, 9) and "step1-0" in scheduler.open
+        client.running.pop("step1-0/0/0").set_result("stop")
+        (samples, _), (prompts, sampled) = await step(4)
+        row = prompts.non_tensor_batch["uid"].tolist().index("step1-0")
+        assert samples == 0 and sampled.outcomes[2 * row].token_ids == [7, 8, 9]
+        assert sampled.versions[2 * row] == [2] * 3 and sampled.metrics["rollout/staleness/max"] == 1
+        await scheduler.cancel()
+
+    asyncio.run(run())
 
 
 def prompts_of(folder, steps):

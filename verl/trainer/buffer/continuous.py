@@ -114,7 +114,6 @@ class ContinuousScheduler(GroupScheduler):
             self.open[uid] = group
             for sample in own:
                 self._begin(group, sample)
-        self.gate.set()
 
     async def restart_old(self, client: GenerationClient) -> tuple[int, int]:
         """Start samples again that hold a token older than ``max_staleness``; return their number, and tokens."""
@@ -131,12 +130,13 @@ class ContinuousScheduler(GroupScheduler):
         return samples, tokens
 
     async def next_batch(self, step: int) -> tuple[DataProto, SampledGroups]:
-        """Wait for the groups of ``step``; return their prompts, in the order they were started, and their samples.
+        """Let requests be sent, and wait for the groups of ``step``; return prompts, the oldest first, and samples.
 
         Raises:
             whatever a sample raised.
         """
         count = min(self.batch_size, len(self.open))
+        self.gate.set()
         waited_for = self.lacking(step, count)
         while True:
             if self._error is not None:
