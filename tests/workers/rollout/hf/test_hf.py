@@ -311,3 +311,28 @@ def test_dummy_weights_are_not_read_and_others_are_version_zero(model_folder, sy
 def test_impossible_sampling_parameters_are_refused(bad, message):
     with pytest.raises(ValueError, match=message):
         SamplingParams(**{"max_tokens": 1} | bad)
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 1e-5), ("bfloat16", 1e-2)])
+def test_prepacked_weights_compute_what_plain_ones_do_and_are_freed_in_sleep(dtype, tolerance, synced, monkeypatch):
+    rollout, prompt = synced(dtype=dtype), some_prompts(1)[0]
+    ids = torch.tensor([list(prompt)])
+    prepacked = rollout._prepacked
+    if not prepacked.full_bytes:
+        pytest.skip("this torch has no oneDNN")
+    with torch.inference_mode():
+        plain = rollout.model(ids).logits.float().log_softmax(-1)
+        prepacked.prepack()
+        assert prepacked.num_bytes == prepacked.full_bytes > 0
+        found = rollout.model(ids).logits.float().log_softmax(-1)
+        torch.testing.assert_close(found, plain, rtol=0, atol=tolerance)
+        # queries, keys and values really came from one product
+        products = []
+        whole = torch.ops.mkldnn._linear_pointwise
+        monkeypatch.setattr(torch.ops.mkldnn, "_linear_pointwise", lambda *a: products.append(a) or whole(*a))
+        rollout.model(ids)
+    layers = rollout.model_config.num_hidden_layers
+    assert len(products) == 5 * layers + 1  # with output, gate, up and down projections, and the head
+    held = rollout.memory_parts()["rollout weights"]
+    rollout.sleep(2)
+    assert held > prepacked.full_bytes and rollout.memory_parts()["rollout weights"] == 0

@@ -51,6 +51,7 @@ from verl.workers.rollout.hf.model import (
     uninitialized_model,
     weight_map,
 )
+from verl.workers.rollout.hf.prepacked import PrepackedWeights
 from verl.workers.rollout.hf.running_batch import RowGroup, RunningBatch, check_extra
 from verl.workers.rollout.memory import cache_share, own_storages, return_free_memory
 from verl.workers.rollout.vision import ImageReader, Prompt, batch_vision_inputs, prompt_of
@@ -107,6 +108,7 @@ class HFRollout(ModelRollout):
         self._identity = {name: (view.data_ptr(), view.shape) for name, view in everything.items()}
         storages = {view.untyped_storage().data_ptr(): view.untyped_storage() for view in everything.values()}
         self._storages = [(storage, storage.nbytes()) for storage in storages.values()]
+        self._prepacked = PrepackedWeights(self.model)
         self._has_memory = True
         self._received: set[str] = set()
         if self.reads_weights:
@@ -129,6 +131,7 @@ class HFRollout(ModelRollout):
     def _receive_weights(self, version: int, buckets: Iterable[Bucket], views: dict[str, Tensor]) -> Receipt:
         """Write the buckets to ``views``, all of them; returns checksums of the views afterwards."""
         self.invalidate()
+        self._prepacked.drop()
         if not self._has_memory:
             raise weights_asleep_error(version)
         received: set[str] = set()
@@ -180,6 +183,7 @@ class HFRollout(ModelRollout):
         if level == 1 and self.holds_base:
             return
         self.holds_base = False
+        self._prepacked.drop()
         for storage, _ in self._storages:
             storage.resize_(0)
         self._has_memory = False
@@ -197,7 +201,8 @@ class HFRollout(ModelRollout):
         return not self._has_memory
 
     def memory_parts(self) -> dict[str, int]:
-        return {"rollout weights": sum(storage.nbytes() for storage, _ in self._storages)}
+        plain = sum(storage.nbytes() for storage, _ in self._storages)
+        return {"rollout weights": plain + self._prepacked.num_bytes}
 
     # -- generation ----------------------------------------------------------------------------------------------------
 
@@ -212,6 +217,7 @@ class HFRollout(ModelRollout):
 
     @torch.inference_mode()
     def _generate(self, requests: list[Request]) -> list[Completion]:
+        self._prepacked.prepack()
         self._check_cache()
         requests = self._reader.read(requests)
         for request in requests:
@@ -403,6 +409,7 @@ class HFRollout(ModelRollout):
     @torch.inference_mode()
     def step(self) -> dict[int, Completion]:
         """One token for every running request; waiting ones are prefilled first, as far as the cache has room."""
+        self._prepacked.prepack()
         self._check_cache()
         self._admit()
         ended: dict[int, Completion] = {}
