@@ -3,8 +3,9 @@
 ``python -m benchmarks.rewards [--save]``. Scoring 1024 responses of 300 characters with a function that does nothing
 and with the built-in GSM8K rule: called in the driver, in a sandbox of one process, of two. Milliseconds a sample, the
 least of several batches, and what a sandbox adds. Then how long a sandbox takes to start and to get over a crash.
-Last, GRPO steps of a tiny model whose reward waits for a judge that takes 0.3 s: with the reward after the rollout,
-and during the log-probs of policy and reference.
+The driver's CPU time for the rewards of 1024 responses of GSM8K. Last, GRPO steps of a tiny model, 8 prompts x 4
+responses of up to 192 tokens, whose reward waits for a judge that takes 0.3 s or checks for 10 ms: after the rollout,
+during the log-probs of policy and reference, and while others are generated.
 """
 
 from __future__ import annotations
@@ -36,6 +37,20 @@ import time
 def compute_score(data_sources, solution_strs, ground_truths, extra_infos):
     time.sleep(0.3)
     return [len(text) / 100 for text in solution_strs]
+"""
+ONE_JUDGE = """
+import asyncio
+
+async def compute_score(data_source, solution_str, ground_truth, extra_info):
+    await asyncio.sleep(0.3)
+    return len(solution_str) / 100
+"""
+CHECK = """
+import time
+
+def compute_score(data_source, solution_str, ground_truth, extra_info):
+    time.sleep(0.01)
+    return len(solution_str) / 100
 """
 
 
@@ -91,13 +106,13 @@ def starting(source: Source) -> list[dict]:
     ]
 
 
-def steps(folder: Path, background: bool) -> dict:
+def steps(folder: Path, what: str, code: str, keys: dict[str, object]) -> dict:
     """Wall seconds of steps after the first, and how long each waited for its rewards."""
     from tests.support.runs import make_task, overrides, run_job
     from verl.trainer.ppo.ray_trainer import RayPPOTrainer
 
     task = make_task(folder / "task")
-    (folder / "judge.py").write_text(JUDGE)
+    (folder / "reward.py").write_text(code)
     seconds: list[float] = []
     waited: list[float] = []
     finish = RayPPOTrainer.finish_step
@@ -108,31 +123,88 @@ def steps(folder: Path, background: bool) -> dict:
         finish(trainer, step, batch)
 
     RayPPOTrainer.finish_step = timed
+    options = {
+        "custom_reward_function__path": folder / "reward.py",
+        "reward_model__self_test": "off",
+        "trainer__total_training_steps": 6,
+        "trainer__default_local_dir": folder / "checkpoints",
+        "trainer__resume_mode": "disable",
+        "data__train_batch_size": 8,
+        "actor_rollout_ref__actor__ppo_mini_batch_size": 8,
+        "data__max_response_length": 192,
+        "actor_rollout_ref__actor__use_kl_loss": True,
+        "actor_rollout_ref__ref__log_prob_micro_batch_size_per_gpu": 8,
+    }
     try:
-        run_job(
-            overrides(
-                task,
-                custom_reward_function__path=folder / "judge.py",
-                reward_model__reward_manager="batch",
-                reward_model__self_test="off",
-                reward_model__launch_reward_fn_async=background,
-                trainer__total_training_steps=6,
-                trainer__default_local_dir=folder / "checkpoints",
-                trainer__resume_mode="disable",
-                data__train_batch_size=8,
-                actor_rollout_ref__actor__ppo_mini_batch_size=8,
-                data__max_response_length=64,
-                actor_rollout_ref__actor__use_kl_loss=True,
-                actor_rollout_ref__ref__log_prob_micro_batch_size_per_gpu=8,
-            )
-        )
+        run_job(overrides(task, **{**options, **keys}))
     finally:
         RayPPOTrainer.finish_step = finish
-    return {
-        "what": f"steps with a judge of 0.3 s, {'in the background' if background else 'in turn'}",
-        "wall_s": spread(seconds[1:]),
-        "waited_for_rewards_s": spread(waited[1:]),
+    return {"what": what, "wall_s": spread(seconds[1:]), "waited_for_rewards_s": spread(waited[1:])}
+
+
+def hidden(folder: Path) -> list[dict]:
+    """Steps with slow rewards: after the rollout, and in the places where they can be hidden."""
+    rows = []
+    in_lists = {"reward_model__reward_manager": "batch"}
+    early, background = "reward_model__sandbox__while_generating", "reward_model__launch_reward_fn_async"
+    for name, code, keys, places in (
+        ("a judge of 0.3 s, with lists", JUDGE, in_lists, {"in turn": {}, "beside log-probs": {background: True}}),
+        ("a judge of 0.3 s, async def", ONE_JUDGE, {}, {"in turn": {early: False}, "beside generation": {}}),
+        ("a check of 10 ms", CHECK, {}, {"in turn": {early: False}, "beside generation": {}}),
+    ):
+        waits = []
+        for number, (place, more) in enumerate(places.items()):
+            sub = folder / f"{len(rows)}-{number}"
+            sub.mkdir(parents=True)
+            row = steps(sub, f"steps with {name}, {place}", code, {**keys, **more})
+            waits.append(row["waited_for_rewards_s"]["median"])
+            rows.append(row)
+        rows.append({"what": f"{name}: share of its time that is hidden", "share": 1 - waits[1] / waits[0]})
+    return rows
+
+
+def driver(folder: Path) -> list[dict]:
+    """CPU ms of the driver for the rewards of 1024 responses of GSM8K, from the batch to token-level rewards."""
+    import numpy as np
+    import torch
+
+    from verl.protocol import DataProto
+    from verl.rewards.managers.built_in import NaiveRewardManager
+    from verl.utils.tiny_model import make_tiny_model
+    from verl.utils.tokenizer import hf_tokenizer
+
+    make_tiny_model(folder / "model", family="qwen2", size="2.5M")
+    tokenizer = hf_tokenizer(str(folder / "model"))
+    texts = [f"so the sum is {'and then ' * (i % 20)} so #### {i % 10}" for i in range(SAMPLES)]
+    tokens = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts]
+    width, prompt = max(map(len, tokens)), 8
+    ids, mask = torch.zeros(SAMPLES, width, dtype=torch.long), torch.zeros(SAMPLES, prompt + width, dtype=torch.long)
+    for row, one in enumerate(tokens):
+        ids[row, : len(one)] = torch.tensor(one)
+        mask[row, : prompt + len(one)] = 1
+    prompts = torch.full((SAMPLES, prompt), 20)
+    rows = {
+        "data_source": ["openai/gsm8k"] * SAMPLES,
+        "reward_model": [{"style": "rule", "ground_truth": str(i % 10)} for i in range(SAMPLES)],
+        "extra_info": [{"index": i} for i in range(SAMPLES)],
     }
+    batch = DataProto.from_dict(
+        {"prompts": prompts, "responses": ids, "attention_mask": mask, "input_ids": torch.cat([prompts, ids], 1)},
+        {name: np.array(values, dtype=object) for name, values in rows.items()},
+    )
+    work = {"rows": SAMPLES, "tokens": sum(map(len, tokens))}
+    pool = Pool(Source("pkg://verl.rewards.scorers", "default_compute_score"), LIMITS, workers=2, grows=True)
+    found = []
+    for name, function in (("in the driver", None), ("in a sandbox", SandboxedFunction(pool))):
+        manager = NaiveRewardManager(tokenizer, 0, compute_score=function)
+        costs = []
+        for _ in range(15):
+            start = time.process_time()
+            manager(batch)
+            costs.append((time.process_time() - start) * 1000)
+        found.append({"what": f"rewards of a batch, GSM8K, {name}", **work, "driver_cpu_ms": spread(costs)})
+    pool.close()
+    return found
 
 
 def main() -> None:
@@ -145,10 +217,8 @@ def main() -> None:
         built_in = Source("pkg://verl.rewards.scorers", "default_compute_score")
         rows += overhead("GSM8K", default_compute_score, built_in)
         rows += starting(trivial)
-        in_turn, background = (steps(folder / str(flag), flag) for flag in (False, True))
-        rows += [in_turn, background]
-        waits = [row["waited_for_rewards_s"]["median"] for row in (in_turn, background)]
-        rows.append({"what": "share of the judge's time that is hidden", "share": 1 - waits[1] / waits[0]})
+        rows += driver(folder)
+        rows += hidden(folder)
     report("rewards", rows)
 
 

@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 import traceback
+from array import array
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import TimeoutError as FutureTimeout
 from concurrent.futures import wait
@@ -23,6 +24,7 @@ import numpy as np
 from verl.agents.base import (
     TRAJECTORY_COLUMN,
     AgentLoopOutput,
+    EpisodeStatus,
     TrainerConfig,
     agent_loop,
     close_shared,
@@ -34,6 +36,7 @@ from verl.agents.outputs import assemble_outputs, check_failures, check_images, 
 from verl.envs.host import close_hosts
 from verl.protocol import DataProto
 from verl.single_controller.errors import WorkerGroupError
+from verl.single_controller.mailbox import sender
 from verl.telemetry.run_record import say_early
 from verl.utils.exit_codes import ExitCode
 from verl.utils.py_functional import derive_seed, is_loopback
@@ -226,7 +229,8 @@ class AgentLoopManager:
             self._unseeded_calls += 1
             step, count = prompts.meta_info.get("global_steps", 0), self._unseeded_calls
             seeds = [derive_seed(self.config.trainer.seed, "unseeded", step, count, i) for i in range(len(rows))]
-        outputs, timing = self._serve(lambda: self._all_rows(rows, seeds, sampling))
+        with sender(prompts.meta_info.get("completions_to")) as send:
+            outputs, timing = self._serve(lambda: self._all_rows(rows, seeds, sampling, send))
         return self.to_batch(prompts, outputs, timing)
 
     def serve_rows(self, prompts: DataProto, generate: Generate) -> tuple[Any, dict[str, float]]:
@@ -338,12 +342,26 @@ class AgentLoopManager:
         return self.worker_group.sampling_of(bool(metadata.get("validate")), metadata.get("do_sample", True))
 
     async def _all_rows(
-        self, rows: Sequence[dict[str, Any]], seeds: Sequence[int], sampling: SamplingParams
+        self,
+        rows: Sequence[dict[str, Any]],
+        seeds: Sequence[int],
+        sampling: SamplingParams,
+        send: Callable[[Any], None] | None = None,
     ) -> list[RowOutput]:
-        """Outputs in the order of the rows; the first error that is raised ends the others."""
+        """Outputs in the order of the rows; the first error that is raised ends the others.
+
+        Args:
+            send: gets seed, tokens and number of turns of each response that a reward function will score.
+        """
+
+        async def run(number: int, row: dict[str, Any], seed: int) -> RowOutput:
+            output = await self._row(number, row, seed, sampling)
+            if send is not None and (message := early_message(output, seed)) is not None:
+                send(message)
+            return output
+
         tasks = [
-            asyncio.ensure_future(self._row(i, row, seed, sampling))
-            for i, (row, seed) in enumerate(zip(rows, seeds, strict=True))
+            asyncio.ensure_future(run(i, row, seed)) for i, (row, seed) in enumerate(zip(rows, seeds, strict=True))
         ]
         try:
             return await asyncio.gather(*tasks)
@@ -559,6 +577,18 @@ class EventLoopPulse:
         if not self.has_said:
             self.has_said = True
             logger.warning("%s", message)
+
+
+def early_message(output: RowOutput, seed: int) -> list[Any] | None:
+    """What is sent of a row whose agent loop has ended: its seed, tokens (int32) and number of turns.
+
+    None: it is scored with the batch, or not by a reward function.
+    """
+    if isinstance(output, list) or not output.response_ids or output.status == EpisodeStatus.ERROR:
+        return None
+    if output.reward_score is not None or "reward_scores" in output.extra_fields:
+        return None
+    return [seed, array("i", output.response_ids).tobytes(), output.num_turns]
 
 
 def rows_of(prompts: DataProto) -> list[dict[str, Any]]:

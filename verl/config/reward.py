@@ -37,8 +37,13 @@ class RewardSandboxConfig(Config):
     or take less than a tenth of a millisecond."""
 
     workers: int | None = option(None, above=0)
-    """Processes of one function; each has a copy of its module. Null: one, which sees the samples in their order, for a
-    function of the user's, and one a core, 8 at most, for the built-in scorers and with ``reward_manager=prime``."""
+    """Processes of one function; each has a copy of its module. Null: one, and while calls wait and all are busy one
+    more, up to one a core and 8; with an ``async def`` function, or ``reward_manager=batch``, one. With 1 a function
+    sees all samples, and may keep state between calls."""
+
+    while_generating: bool = True
+    """Begin to score each response as soon as it has ended, while others are generated; the scores are the same. For
+    managers that call the function once a response (``naive``, ``prime``, ``dapo``)."""
 
     timeout_s: float = option(60.0, above=0)
     """Seconds of one call about one sample."""

@@ -120,6 +120,8 @@ class NotCalled:
 
 def scored(result: Any) -> Scored | Failure:
     """Return the result of a reward function as a number with its columns, or a failure."""
+    if type(result) is float and math.isfinite(result):
+        return Scored(result)
     try:
         return Scored(to_number(result), result if isinstance(result, Mapping) else None)
     except TypeError as error:

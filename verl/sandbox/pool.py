@@ -16,9 +16,10 @@ import time
 import weakref
 from collections import OrderedDict, deque
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -73,8 +74,9 @@ class Process:
         self.since = time.monotonic()
 
     def give(self, calls: list[Call], timeout_s: float) -> None:
-        """Hand over calls, to be answered one after the other."""
-        self.open_calls, self.is_awaiting = list(calls), False
+        """Hand over calls, to be answered one after the other; while calls are awaited, more of them."""
+        self.is_awaiting &= bool(self.open_calls)
+        self.open_calls += calls
         self._send(pickle.dumps((timeout_s, [(call.number, call.count, call.arguments) for call in calls])))
         self.since, self.printed, self._forwarded = time.monotonic(), 0, 0
 
@@ -215,6 +217,9 @@ def stack_of(words: bytes) -> str:
 _GRACE_S = 2.0
 """Seconds a process has to end its awaited calls by itself before it is ended."""
 
+_GROW_S = 0.1
+"""Seconds for which calls wait for a process before a pool that grows starts one more."""
+
 _PASSED_ON = {error.__name__: error for error in (FileNotFoundError, AttributeError, ModuleNotFoundError, ImportError)}
 
 
@@ -238,6 +243,8 @@ class Pool:
         source: the function.
         limits: of one call (``cpu_s``, ``output_mb``) and of a process (``memory_mb``, ``processes``, ``network``).
         workers: processes, each with a copy of the function's module.
+        grows: start with one process, and start more, ``workers`` at most, while calls wait and all are busy; one alone
+            for an ``async def`` function, which has many calls under way. False: all of them at once.
         start_timeout_s: seconds in which a process must have loaded the function.
         max_concurrent: how many calls of an ``async def`` function one process has under way.
         keys: environment variables that it sees although they are keys: names, or patterns.
@@ -251,8 +258,9 @@ class Pool:
         start_timeout_s: float = 300.0,
         max_concurrent: int = 64,
         keys: Sequence[str] = (),
+        grows: bool = False,
     ):
-        self.keys = keys
+        self.keys, self.grows = keys, grows
         self.source, self.limits, self.start_timeout_s = source, limits, start_timeout_s
         self._owner, self._lock = os.getpid(), threading.RLock()
         self._description: dict[str, Any] | None = None
@@ -266,14 +274,22 @@ class Pool:
         self.missing: tuple[str, ...] = ()
         self.workers = workers
         self._processes: list[Process] = []
+        self._new_thread_state()
         self._open()
+
+    def _new_thread_state(self) -> None:
+        self._mutex = threading.Lock()
+        self._submitted: list[tuple[bytes, Future]] = []
+        self._thread: threading.Thread | None = None
+        self._wake: tuple[socket.socket, socket.socket] | None = None
 
     def _open(self) -> None:
         """Start the processes unless there are some: at first, after a close, and in a fork, without its parent's."""
         if os.getpid() != self._owner:
             self._owner, self._lock, self._processes = os.getpid(), threading.RLock(), []
+            self._new_thread_state()
         if not self._processes:
-            self._processes = [self._start() for _ in range(self.workers)]
+            self._processes = [self._start() for _ in range(1 if self.grows else self.workers)]
             _OPEN.add(self)
 
     def _start(self) -> Process:
@@ -317,6 +333,44 @@ class Pool:
             run.until(run.is_over)
             return run.results
 
+    # -- calls that a thread makes while this process does other work --------------------------------------------------
+
+    def submit(self, calls: Sequence[bytes], timeout_s: float) -> list[Future]:
+        """Begin calls about one response each, and return the future `Scored` or `Failure` of each.
+
+        Args:
+            calls: pickled arguments, ``(args, kwargs)``.
+            timeout_s: seconds of one call.
+        """
+        futures: list[Future] = [Future() for _ in calls]
+        with self._mutex:
+            self._submitted += zip(calls, futures, strict=True)
+            if self._thread is None:
+                # daemon: a function that never returns must not keep this process alive
+                make = partial(self._make_submitted, timeout_s)
+                self._thread = threading.Thread(target=make, name="verl-rewards", daemon=True)
+                self._thread.start()
+            elif self._wake is not None:
+                with suppress(BlockingIOError):  # it is full: the thread wakes anyway
+                    self._wake[1].send(b".")
+        return futures
+
+    def _make_submitted(self, timeout_s: float) -> None:
+        begun: list[Future] = []
+        try:
+            with self._lock:
+                self._wake = self._wake or _pipe()
+                self.description()
+                self._open()
+                run = _SubmittedRun(self, timeout_s, begun)
+                run.until(run.is_over)
+        except BaseException as error:  # whoever waits for a result raises it
+            with self._mutex:
+                self._thread, left, self._submitted = None, self._submitted, []
+            for future in (*begun, *(future for _, future in left)):
+                if not future.done():
+                    future.set_exception(error)
+
     def close(self) -> None:
         """End all processes."""
         if os.getpid() != self._owner:  # a copy of this object in a forked child
@@ -350,6 +404,7 @@ class _Run:
 
     def __init__(self, pool: Pool, calls: Sequence[tuple[int | None, tuple, dict]], timeout_s: float, bear: int | None):
         self.pool, self.timeout_s, self.bear = pool, timeout_s, bear
+        self.grown_at = time.monotonic()
         self.results: list[list[Scored | Failure] | None] = [None] * len(calls)
         self.failed = 0
         self.tried_again: set[int] = set()
@@ -360,11 +415,26 @@ class _Run:
             except Exception as error:  # whatever an object's own __reduce__ raises
                 cause = f"{type(error).__name__}: the arguments cannot be handed to the sandbox: {error}"
                 self.note(number, [Failure(Outcome.RAISED, cause)])
-        # chunks: enough of them to keep every process busy to the end, few enough to cost little
-        # an async function gets its share at once: only then are as many calls under way as it may have
-        is_async = (pool._description or {}).get("is_async")
-        size = max(1, -(-len(packed) // pool.workers) if is_async else min(64, -(-len(packed) // (4 * pool.workers))))
+        size = self._chunk_size(len(packed))
         self.waiting = deque(packed[i : i + size] for i in range(0, len(packed), size))
+
+    @property
+    def is_async(self) -> bool:
+        return bool((self.pool._description or {}).get("is_async"))
+
+    def _chunk_size(self, count: int) -> int:
+        """Calls of a hand-over: few enough to keep every process busy to the end, enough to cost little."""
+        # an async function gets its share at once: only then are as many calls under way as it may have
+        if self.is_async:
+            return max(1, -(-count // (1 if self.pool.grows else self.pool.workers)))
+        return max(1, min(64, -(-count // (4 * self.pool.workers))))
+
+    def next_chunk(self) -> list[Call] | None:
+        """The calls to hand over next."""
+        return self.waiting.popleft() if self.waiting else None
+
+    def has_waiting(self) -> bool:
+        return bool(self.waiting)
 
     def is_over(self) -> bool:
         if self.bear is not None and self.failed > self.bear:
@@ -377,14 +447,27 @@ class _Run:
     def until(self, is_over: Callable[[], bool]) -> None:
         while not is_over():
             for index, process in enumerate(self.pool._processes):
-                if self.waiting and process.is_ready and not process.open_calls:
+                if self.has_waiting() and process.is_ready and not process.open_calls:
                     if process.read()[1]:
-                        process.give(self.waiting.popleft(), self.timeout_s)
+                        process.give(self.next_chunk(), self.timeout_s)
                     else:  # ended by what an earlier call had left behind
                         self._replace(index)
+            self._grow()
             self._wait()
             for index, process in enumerate(self.pool._processes):
                 self._look_at(index, process)
+
+    def _may_grow(self) -> bool:
+        pool = self.pool
+        most = 1 if self.is_async else pool.workers
+        is_busy = all(process.is_ready and process.open_calls for process in pool._processes)
+        return pool.grows and self.has_waiting() and is_busy and len(pool._processes) < most
+
+    def _grow(self) -> None:
+        """Start one more process where calls have waited for a while, and every process that there is is busy."""
+        if self._may_grow() and time.monotonic() - self.grown_at > _GROW_S:
+            self.pool._processes.append(self.pool._start())
+            self.grown_at = time.monotonic()
 
     def _wait(self) -> None:
         """Wait until a process can be read or written, or is over its time; 1 s at most."""
@@ -397,7 +480,12 @@ class _Run:
                         selector.register(file, selectors.EVENT_READ | events)
             busy = [p for p in self.pool._processes if p.open_calls or not p.is_ready]
             left = min((p.since + self._patience(p) - time.monotonic() for p in busy), default=0.1)
-            selector.select(max(0.0, min(left, 1.0)))
+            if self.pool._wake is not None:
+                selector.register(self.pool._wake[0], selectors.EVENT_READ)
+            selector.select(max(0.0, min(left, _GROW_S if self._may_grow() else 1.0)))
+            if self.pool._wake is not None:
+                with suppress(BlockingIOError):
+                    self.pool._wake[0].recv(4096)
 
     def _patience(self, process: Process) -> float:
         if not process.is_ready:
@@ -496,6 +584,54 @@ class _Run:
         raise kind(cause)
 
 
+class _SubmittedRun(_Run):
+    """The calls of `Pool.submit`, which come while others are under way.
+
+    Args:
+        begun: becomes the list of the calls' futures.
+    """
+
+    def __init__(self, pool: Pool, timeout_s: float, begun: list[Future]):
+        super().__init__(pool, [], timeout_s, None)
+        self.fresh: deque[Call] = deque()
+        self.futures = begun
+
+    def is_over(self) -> bool:
+        pool = self.pool
+        with pool._mutex:
+            for arguments, future in pool._submitted:
+                self.fresh.append(Call(len(self.futures), None, arguments))
+                self.futures.append(future)
+            pool._submitted = []
+            is_over = not self.has_waiting() and not any(process.open_calls for process in pool._processes)
+            if is_over:
+                pool._thread = None  # a call that comes now gets another thread
+        if not is_over and self.is_async:
+            for process in pool._processes:  # one that awaits its calls takes more of them
+                if self.fresh and process.open_calls and process.is_awaiting:
+                    process.give(self.next_chunk(), self.timeout_s)
+        return is_over
+
+    def has_waiting(self) -> bool:
+        return bool(self.waiting or self.fresh)
+
+    def next_chunk(self) -> list[Call] | None:
+        if not self.fresh or self.waiting:
+            return super().next_chunk()
+        return [self.fresh.popleft() for _ in range(self._chunk_size(len(self.fresh)))]
+
+    def note(self, number: int, outcomes: list[Scored | Failure]) -> None:
+        self.futures[number].set_result(outcomes[0])
+
+
+def _pipe() -> tuple[socket.socket, socket.socket]:
+    """Two ends that do not block: what is sent into the second wakes whoever waits for the first."""
+    ends = socket.socketpair()
+    for end_ in ends:
+        end_.setblocking(False)
+    return ends
+
+
 def _read(outcome: Any) -> Scored | Failure:
     try:
         if len(outcome) == 3:
@@ -527,6 +663,9 @@ class SandboxedFunction:
     def __init__(self, pool: Pool, timeout_s: float = 60.0, batch_timeout_s: float = 600.0):
         self.pool, self.timeout_s, self.batch_timeout_s = pool, timeout_s, batch_timeout_s
         self.keywords = dict(pool.source.reward_kwargs)
+        self._begun: dict[bytes, deque[tuple[int, Future]]] = {}
+        self._begun_lock = threading.Lock()  # calls are begun in other threads
+        self._round = 0
         description = pool.description()
         self.described_name: str = description["name"]
         self.__name__ = pool.source.name
@@ -538,9 +677,63 @@ class SandboxedFunction:
     def rows(
         self, calls: Sequence[tuple[tuple, dict[str, Any]]], bear: int | None = None
     ) -> list[Scored | Failure | NotCalled]:
-        """Make one call a sample, each with its arguments; no more are made after more than ``bear`` failures."""
+        """Make one call a sample, each with its arguments; no more are made after more than ``bear`` failures.
+
+        Of a call that `begin` has begun this is the result.
+        """
+        if self._begun:
+            return self._with_begun(calls, bear)
         results = self.pool([(None, args, kwargs) for args, kwargs in calls], self.timeout_s, bear)
         return [NotCalled() if outcomes is None else outcomes[0] for outcomes in results]
+
+    def _with_begun(
+        self, calls: Sequence[tuple[tuple, dict[str, Any]]], bear: int | None
+    ) -> list[Scored | Failure | NotCalled]:
+        found = [self._taken(call) for call in calls]
+        results = [None if future is None else future.result() for future in found]
+        left = [i for i, result in enumerate(results) if result is None]
+        if bear is not None:
+            bear -= sum(isinstance(result, Failure) for result in results)
+        if bear is not None and bear < 0:
+            others: list[Any] = [NotCalled()] * len(left)
+        else:
+            made = self.pool([(None, *calls[i]) for i in left], self.timeout_s, bear) if left else []
+            others = [NotCalled() if outcomes is None else outcomes[0] for outcomes in made]
+        for i, result in zip(left, others, strict=True):
+            results[i] = result
+        return results
+
+    def begin(self, calls: Sequence[tuple[tuple, dict[str, Any]]]) -> None:
+        """Begin calls whose results `rows` will be asked for with the same arguments; returns at once."""
+        packed = [pickle.dumps(call) for call in calls]
+        futures = self.pool.submit(packed, self.timeout_s)
+        with self._begun_lock:
+            for key, future in zip(packed, futures, strict=True):
+                self._begun.setdefault(key, deque()).append((self._round, future))
+
+    def next_round(self) -> int:
+        """Forget the calls begun two rounds ago and earlier; returns how many were never asked for."""
+        with self._begun_lock:
+            self._round += 1
+            old = {key: futures for key, futures in self._begun.items() if futures[-1][0] < self._round - 1}
+            for key in old:
+                del self._begun[key]
+        return sum(map(len, old.values()))
+
+    def _taken(self, call: tuple[tuple, dict[str, Any]]) -> Future | None:
+        """The future of a call that has begun; each is taken once."""
+        try:
+            key = pickle.dumps(call)
+        except Exception:  # whatever an object's own __reduce__ raises: the pool reports it
+            return None
+        with self._begun_lock:
+            futures = self._begun.get(key)
+            if futures is None:
+                return None
+            _, future = futures.popleft()
+            if not futures:
+                del self._begun[key]
+        return future
 
     def batch(self, count: int, kwargs: dict[str, Any]) -> list[Scored | Failure]:
         """Make one call about ``count`` samples; returns one outcome for each."""

@@ -69,16 +69,20 @@ class Worker:
     def serve(self) -> None:
         while (payload := receive(self.channel)) is not None:
             timeout_s, calls = pickle.loads(payload)
-            waiting = []
-            for number, count, call in calls:
-                result = self._call(number, count, call)
-                if inspect.isawaitable(result):
-                    waiting.append((number, count, result))
-                else:
-                    self._answer(number, result)
-            if waiting:
+            if waiting := self._make(calls):
                 self.send({"awaiting": True})
                 self._await(waiting, timeout_s)
+
+    def _make(self, calls: list[tuple[int, int | None, bytes]]) -> list[tuple[int, int | None, Any]]:
+        """Make calls and answer them; returns those whose results are to be awaited."""
+        waiting = []
+        for number, count, call in calls:
+            result = self._call(number, count, call)
+            if inspect.isawaitable(result):
+                waiting.append((number, count, result))
+            else:
+                self._answer(number, result)
+        return waiting
 
     def _call(self, number: int, count: int | None, call: bytes) -> Any:
         """Return the outcomes, one a response, or of an async function the awaitable of its result."""
@@ -120,12 +124,13 @@ class Worker:
         self.send(message)
 
     def _await(self, waiting: list[tuple[int, int | None, Any]], timeout_s: float) -> None:
+        """Wait for calls, and for those that arrive meanwhile."""
         if self.loop is None:  # one for all calls: a session or semaphore that the module keeps stays usable
             self.loop = asyncio.new_event_loop()
             asyncio.set_event_loop(self.loop)
         gate = asyncio.Semaphore(self.max_concurrent)
 
-        async def watched(number: int, count: int | None, awaitable: Any) -> None:
+        async def watched(number: int, count: int | None, awaitable: Any, timeout_s: float) -> None:
             async with gate:
                 task = asyncio.ensure_future(_guarded(awaitable))
                 done, _ = await asyncio.wait({task}, timeout=timeout_s)
@@ -135,8 +140,41 @@ class Worker:
             is_failure = isinstance(result, Failure)
             self._answer(number, [result] * (count or 1) if is_failure else _judged(result, count))
 
-        tasks = [self.loop.create_task(watched(*one)) for one in waiting]
-        self.loop.run_until_complete(asyncio.gather(*tasks))
+        loop, running, is_idle = self.loop, set[asyncio.Task](), asyncio.Event()
+        errors: list[BaseException] = []
+
+        def ended(task: asyncio.Task) -> None:
+            running.discard(task)
+            if (error := task.exception()) is not None:
+                errors.append(error)
+            if not running:
+                is_idle.set()
+
+        def start(waiting: list[tuple[int, int | None, Any]], timeout_s: float) -> None:
+            for one in waiting:
+                running.add(task := loop.create_task(watched(*one, timeout_s)))
+                task.add_done_callback(ended)
+
+        def more() -> None:
+            payload = receive(self.channel)
+            if payload is None:  # `serve` finds the same
+                loop.remove_reader(self.channel)
+                return
+            timeout_s, calls = pickle.loads(payload)
+            start(self._make(calls), timeout_s)
+
+        async def finish() -> None:
+            while running:
+                is_idle.clear()
+                await is_idle.wait()
+            # in the same turn of the loop: what arrives from here on is for `serve`
+            loop.remove_reader(self.channel)
+
+        start(waiting, timeout_s)
+        loop.add_reader(self.channel, more)
+        loop.run_until_complete(finish())
+        for error in errors:
+            raise error
 
 
 async def _guarded(awaitable: Coroutine) -> Any:

@@ -335,6 +335,8 @@ class LocalController:
     """The controller of forked processes; the Ray one has the same names."""
 
     name = "local"
+    driver_host = "127.0.0.1"
+    """Address at which the workers reach the driver."""
     ResourcePool = ResourcePool
     ClassWithInitArgs = ClassWithInitArgs
     WorkerGroup = LocalWorkerGroup

@@ -145,6 +145,7 @@ class TorchrunController:
     ClassWithInitArgs = ClassWithInitArgs
     WorkerGroup = TorchrunWorkerGroup
     create_colocated_worker_cls = staticmethod(create_colocated_worker_cls)
+    driver_host: str | None = None  # the other ranks may be on other machines
     hosts: TorchrunHosts | None = None
 
     def start(self, ray_init: Mapping | None = None, env: Mapping[str, str] | None = None) -> None:

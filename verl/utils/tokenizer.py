@@ -2,12 +2,13 @@
 
 import os
 import warnings
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
-__all__ = ["hf_processor", "hf_tokenizer", "set_chat_template", "set_pad_token_id"]
+__all__ = ["decode_rows", "hf_processor", "hf_tokenizer", "set_chat_template", "set_pad_token_id"]
 
 _PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json")
 
@@ -40,6 +41,30 @@ def set_chat_template(reader: Any, template: str) -> None:
     reader.chat_template = template
     if hasattr(reader, "tokenizer"):
         reader.tokenizer.chat_template = template
+
+
+def decode_rows(tokenizer: Any, rows: Sequence[Any]) -> list[str]:
+    """Texts of rows of token ids, without special tokens, as ``batch_decode`` gives them.
+
+    Args:
+        rows: arrays of numpy.
+    """
+    if not is_plainly_fast(tokenizer):
+        return tokenizer.batch_decode(rows, skip_special_tokens=True)
+    # one call for all rows; transformers makes one a row
+    return tokenizer.backend_tokenizer.decode_batch([row.tolist() for row in rows], skip_special_tokens=True)
+
+
+def is_plainly_fast(tokenizer: Any) -> bool:
+    """Whether a tokenizer decodes with the Rust library alone, and changes nothing of what that returns."""
+    from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
+    if not isinstance(tokenizer, PreTrainedTokenizerFast) or tokenizer.clean_up_tokenization_spaces:
+        return False
+    names = ("batch_decode", "decode", "_decode")
+    own = [getattr(PreTrainedTokenizerFast, name, None) for name in names]
+    own += [getattr(PreTrainedTokenizerBase, name, None) for name in names]
+    return all(name not in vars(tokenizer) and getattr(type(tokenizer), name, None) in own for name in names)
 
 
 def hf_tokenizer(

@@ -7,7 +7,8 @@ device back afterwards. aiohttp is imported when a server is started.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
+from array import array
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from itertools import chain
@@ -20,6 +21,7 @@ from verl.config.rollout import AsyncServerConfig
 from verl.models.loader import ModelSpec, load_config
 from verl.protocol import DataProto
 from verl.single_controller.base.decorator import Dispatch, register
+from verl.single_controller.mailbox import sender
 from verl.utils.device import empty_cache
 from verl.utils.distributed import all_gather_objects, get_rank
 from verl.utils.fs import copy_to_local
@@ -29,7 +31,7 @@ from verl.utils.tokenizer import hf_tokenizer
 from verl.workers.model_worker import HybridWorker, lora_spec
 from verl.workers.rollout import get_rollout_class
 from verl.workers.rollout.assemble import assemble, sampling_params
-from verl.workers.rollout.base import Request, RolloutEngine, SamplingParams, WeightSyncError
+from verl.workers.rollout.base import Completion, Request, RolloutEngine, SamplingParams, WeightSyncError
 from verl.workers.rollout.memory import memory_errors
 from verl.workers.rollout.monitor import engine_phase
 from verl.workers.rollout.weights.canary import CanaryError, canary_prompts, explanation, generate_canary
@@ -225,7 +227,8 @@ class RolloutRole(HybridWorker):
             start = time.perf_counter()
             engine.monitor.names = list(columns.get("uid", ()))
             with self.rollout_phase("generate"):
-                completions = engine.generate(requests, expect_version=self.newest_version(meta))
+                with self.reporting(meta, seeds) as on_ended:
+                    completions = engine.generate(requests, self.newest_version(meta), on_ended)
             version = engine.version
             timing["generate_sequences"] = time.perf_counter() - start
         batch = assemble(
@@ -238,6 +241,21 @@ class RolloutRole(HybridWorker):
         )
         batch.meta_info["timing"] = timing
         return batch
+
+    @contextmanager
+    def reporting(
+        self, meta: Mapping[str, Any], seeds: Sequence[int]
+    ) -> Iterator[Callable[[int, Completion], None] | None]:
+        """What tells the driver of a response that has ended, if it asks (``completions_to`` of the metadata).
+
+        A message is the seed of the response, which no other of a batch has, and its tokens, int32.
+        """
+        leads = get_rank() % self.rollout.tensor_parallel_size == 0
+        with sender(meta.get("completions_to") if leads else None) as send:
+            if send is None:
+                yield None
+                return
+            yield lambda place, one: send([seeds[place], array("i", one.token_ids).tobytes()])
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def rollout_metrics(self) -> dict[str, float]:

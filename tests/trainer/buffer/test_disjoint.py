@@ -152,7 +152,8 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
 def test_generation_overlaps_with_training(tmp_path, monkeypatch):
     make_task(tmp_path / "task")
     (tmp_path / "slow.py").write_text(SLOW_REWARD)  # 16 rows: half a second in which the next batch is generated
-    reward = {"custom_reward_function__path": tmp_path / "slow.py"}
+    reward = {"custom_reward_function__path": tmp_path / "slow.py", "reward_model__sandbox__workers": 1}
+    reward["reward_model__sandbox__while_generating"] = False
     steps = run(tmp_path, "ahead", monkeypatch, **AHEAD, **reward)
     for step in (2, 3, 4):
         assert steps[step]["timing_s/reward"] > 0.4

@@ -366,14 +366,13 @@ def _pool(config: Any, source: Source, workers: int | None = None, start_timeout
     options = sandbox_options(config)
     limits = Limits(None, options.cpu_s, options.memory_mb, options.output_mb, options.processes, options.network)
     workers = workers or options.workers
+    grows = workers is None
     if workers is None:
-        manager = config.reward_model.get("reward_manager", None)
-        # a user's function sees its samples in order in one process, since it may keep state between calls
-        is_shared = manager == "prime" or source.path == BUILT_IN and manager != "batch"
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        workers = min(8, cores) if is_shared else 1
+        # with lists there is one call at a time
+        workers = 1 if config.reward_model.get("reward_manager", None) == "batch" else min(8, cores)
     patience = min(start_timeout_s or options.start_timeout_s, options.start_timeout_s)
     # the key of a judge is the built-in scorers' own
     judge = source.reward_kwargs.get("judge") or {}
     keys = (*options.visible_keys, *([judge["api_key_env"]] if judge.get("api_key_env") else []))
-    return sandboxed(source, limits, workers, patience, keys=keys)
+    return sandboxed(source, limits, workers, patience, keys=keys, grows=grows)

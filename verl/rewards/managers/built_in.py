@@ -1,7 +1,7 @@
 """Reward managers by the way they call the reward function: one call a response, several at a time, one a batch."""
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -10,7 +10,15 @@ from torch import Tensor
 from verl.algorithms.reward_shaping import overlong_penalty
 from verl.protocol import DataProto
 from verl.rewards.functions import calling
-from verl.rewards.functions.calling import BATCH_PARAMETERS, PARAMETERS, RawRewardFn, Sample, arguments_of
+from verl.rewards.functions.calling import (
+    BATCH_PARAMETERS,
+    PARAMETERS,
+    RawRewardFn,
+    Sample,
+    arguments_of,
+    function_for,
+    functions_of,
+)
 from verl.rewards.managers.rule import REWARD_ERROR_KEY, RuleRewardManager, SlowCallWatch, place_on_last_token, register
 from verl.sandbox.outcomes import Failure, NotCalled, scored_batch
 from verl.sandbox.pool import SandboxedFunction
@@ -31,6 +39,21 @@ class NaiveRewardManager(RuleRewardManager):
     def arguments(self, function: RawRewardFn, sample: Sample) -> tuple[tuple, dict[str, Any]]:
         """Positional and named arguments of a call about a sample."""
         return (), {**vars(sample), **self.reward_kwargs}
+
+    @property
+    def begins_early(self) -> bool:
+        # a user's subclass may call the function in another way, or with other texts
+        plain = (NaiveRewardManager.call, PrimeRewardManager.call)
+        is_plain = type(self).call in plain and type(self).read is RuleRewardManager.read
+        return is_plain and all(isinstance(one, SandboxedFunction) for one in functions_of(self.compute_score))
+
+    def begin(self, samples: Sequence[Sample]) -> None:
+        by_function: dict[int, tuple[Any, list[Sample]]] = {}
+        for sample in samples:
+            function = function_for(self.compute_score, sample.data_source)
+            by_function.setdefault(id(function), (function, []))[1].append(sample)
+        for function, own in by_function.values():
+            function.begin([self.arguments(function, sample) for sample in own])
 
     def call(self, function: RawRewardFn, samples: list[Sample]) -> list[Any]:
         arguments = [self.arguments(function, sample) for sample in samples]

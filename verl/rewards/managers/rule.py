@@ -33,8 +33,10 @@ from verl.rewards.functions.calling import (
 from verl.rewards.scorers import default_compute_score
 from verl.sandbox.messages import name_of
 from verl.sandbox.outcomes import Failure, NotCalled, Outcome, Scored, scored
+from verl.sandbox.pool import SandboxedFunction
 from verl.utils.exit_codes import ExitCode
 from verl.utils.py_functional import excerpt, nearest_name
+from verl.utils.tokenizer import decode_rows
 
 
 class RewardError(RuntimeError):
@@ -188,6 +190,8 @@ class RuleRewardManager(AbstractRewardManager):
         self.max_concurrent = max_concurrent
         self.reward_kwargs = reward_kwargs
         self._has_warned = False
+        self._kept_texts: tuple[dict[bytes, str], dict[bytes, str]] = ({}, {})
+        """Texts by the bytes of their token ids: of this batch, and of the one before."""
         for function in functions_of(self.compute_score):
             self.check_signature(function)
 
@@ -271,28 +275,62 @@ class RuleRewardManager(AbstractRewardManager):
         """The samples of a batch; responses are decoded in one go, without special tokens."""
         rows = data.non_tensor_batch
         self.check_columns(rows)
-        ends = responses.layout.lengths.cumsum(0)[:-1].tolist()
-        ids = np.split(responses.values.cpu().numpy(), ends)  # the tokenizer takes arrays faster than lists
-        texts = self.tokenizer.batch_decode(ids, skip_special_tokens=True)
+        texts = self.texts(responses)
         nothing = [None] * len(data)
         turns, infos = rows.get("__num_turns__", nothing), rows.get("extra_info", nothing)
-        tool_rewards = rows.get("reward_scores")  # under verl's name for reward functions, below
-        samples = []
-        for i, (source, text, goal) in enumerate(
-            zip(rows[self.reward_fn_key], texts, rows["reward_model"], strict=True)
-        ):
-            if not isinstance(goal, Mapping) or "ground_truth" not in goal:
-                raise RewardError(
-                    f"Sample {i} (data_source={source!r}): reward_model={excerpt(goal)} holds no ground_truth. Write "
-                    '{"style": "rule", "ground_truth": ...} into the data file; it may be empty.'
-                )
-            info = infos[i] if isinstance(infos[i], Mapping) else {}
-            # a copy: a function that writes into it must not change the batch
-            info = {**info, "num_turns": turns[i]}
-            if tool_rewards is not None:
-                info["rollout_reward_scores"] = tool_rewards[i] or {}
-            samples.append(Sample(source, text, goal["ground_truth"], info))
-        return samples
+        tool_rewards = rows.get("reward_scores", nothing)
+        columns = zip(rows[self.reward_fn_key], texts, rows["reward_model"], infos, turns, tool_rewards, strict=True)
+        has_tools = "reward_scores" in rows
+        return [
+            sample_of(i, source, text, goal, info, count, (earned or {}) if has_tools else None)
+            for i, (source, text, goal, info, count, earned) in enumerate(columns)
+        ]
+
+    def texts(self, responses: Ragged) -> list[str]:
+        """The responses as texts; those that `keep_text` was given are not decoded again."""
+        ends = responses.layout.lengths.cumsum(0)[:-1].tolist()
+        ids = np.split(responses.values.cpu().numpy(), ends)  # the tokenizer takes arrays faster than lists
+        if not any(self._kept_texts):
+            return decode_rows(self.tokenizer, ids)
+        keys = [row.astype(np.int32).tobytes() for row in ids]
+        newer, older = self._kept_texts
+        known = [newer.get(key, older.get(key)) for key in keys]
+        left = [i for i, text in enumerate(known) if text is None]
+        for i, text in zip(left, decode_rows(self.tokenizer, [ids[i] for i in left]), strict=True):
+            known[i] = text
+        return known
+
+    # -- responses whose scoring begins while others are generated -----------------------------------------------------
+
+    @property
+    def begins_early(self) -> bool:
+        """Whether a response can be scored before the others are there; else the manager waits for the batch."""
+        return False
+
+    def begin(self, samples: Sequence[Sample]) -> None:
+        """Begin to score responses. The results are those that the same samples get when the manager is called."""
+        raise NotImplementedError
+
+    def begin_ids(self, ids: Sequence[np.ndarray], rows: Sequence[Mapping[str, Any]], turns: Sequence[Any]) -> None:
+        """Begin to score responses by their token ids (int32).
+
+        Args:
+            rows: the columns of each, without the tensors.
+            turns: how many turns each had; None: it is no conversation.
+        """
+        texts = decode_rows(self.tokenizer, ids)
+        self._kept_texts[0].update((row.tobytes(), text) for row, text in zip(ids, texts, strict=True))
+        self.begin(
+            [
+                sample_of(i, row[self.reward_fn_key], text, row["reward_model"], row.get("extra_info"), count)
+                for i, (text, row, count) in enumerate(zip(texts, rows, turns, strict=True))
+            ]
+        )
+
+    def next_round(self) -> int:
+        """Another batch begins: forget what was begun for the one before the last; returns how much it was."""
+        self._kept_texts = ({}, self._kept_texts[0])
+        return sum(one.next_round() for one in functions_of(self.compute_score) if isinstance(one, SandboxedFunction))
 
     def _collect(self, samples: list[Sample], results: Sequence[Any], data: DataProto) -> tuple[list[float], dict]:
         """Numbers and extra columns of the results; failures are counted, or one too many ends the run here."""
@@ -301,8 +339,13 @@ class RuleRewardManager(AbstractRewardManager):
         failures: dict[int, Failure] = {}
         by_response = {i: one.failure for i, one in enumerate(results) if isinstance(one, FailedByResponse)}
         for i, result in enumerate(results):
-            known = (Scored, Failure, NotCalled, FailedByResponse)
-            result = result if isinstance(result, known) else scored(result)
+            if not isinstance(result, (Scored, Failure, NotCalled, FailedByResponse)):
+                result = scored(result)
+            if isinstance(result, Scored):
+                scores.append(result.score)
+                for name, value in (result.columns or {}).items():
+                    columns.setdefault(name, [None] * len(samples))[i] = value
+                continue
             if isinstance(result, Failure):
                 failures[i] = result
                 self.num_errors += 1
@@ -311,9 +354,7 @@ class RuleRewardManager(AbstractRewardManager):
                 if is_refused or self.max_errors is not None and self.num_errors > self.max_errors:
                     raise RewardError(self._describe(i, samples[i], result, _in_words(data), with_way_out=True))
             # 0 for now: what a failure gets is decided below, once all are known
-            scores.append(result.score if isinstance(result, Scored) else 0.0)
-            for name, value in (isinstance(result, Scored) and result.columns or {}).items():
-                columns.setdefault(name, [None] * len(samples))[i] = value
+            scores.append(0.0)
         # not in validation: a mean in the place of a failure would be reported as a score
         if self.on_error != "zero_and_count" and failures and not data.meta_info.get("validate"):
             scores = self._filled_in(scores, failures)
@@ -392,6 +433,35 @@ class RuleRewardManager(AbstractRewardManager):
             TypeError: it does not take what it will be given.
         """
         check_signature(function, self.parameters, self.reward_kwargs)
+
+
+def sample_of(
+    number: int,
+    source: Any,
+    text: str,
+    goal: Any,
+    info: Any,
+    turns: Any = None,
+    tool_rewards: Mapping[str, Any] | None = None,
+) -> Sample:
+    """The sample of a response and its row.
+
+    Args:
+        tool_rewards: what tools gave the row, under verl's name for reward functions. None: there are no tools.
+
+    Raises:
+        RewardError: the row has no ground truth.
+    """
+    if not isinstance(goal, Mapping) or "ground_truth" not in goal:
+        raise RewardError(
+            f"Sample {number} (data_source={source!r}): reward_model={excerpt(goal)} holds no ground_truth. Write "
+            '{"style": "rule", "ground_truth": ...} into the data file; it may be empty.'
+        )
+    # a copy: a function that writes into it must not change the batch
+    info = {**(info if isinstance(info, Mapping) else {}), "num_turns": turns}
+    if tool_rewards is not None:
+        info["rollout_reward_scores"] = tool_rewards
+    return Sample(source, text, goal["ground_truth"], info)
 
 
 def _in_words(data: DataProto) -> str:

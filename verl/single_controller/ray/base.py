@@ -490,6 +490,11 @@ class RayController:
     WorkerGroup = RayWorkerGroup
     create_colocated_worker_cls = staticmethod(create_colocated_worker_cls)
 
+    @property
+    def driver_host(self) -> str:
+        """Address at which the workers reach the driver."""
+        return ray.util.get_node_ip_address()
+
     def __init__(self):
         self._started = False
         self._timeline: str | None = None

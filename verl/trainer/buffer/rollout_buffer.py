@@ -23,6 +23,7 @@ from verl.config.rollout import RolloutConfig, needs_agent_loops
 from verl.data.loader import AbstractCurriculumSampler
 from verl.data.table import distinct_values
 from verl.protocol import DataProto
+from verl.rewards.managers.early import EarlyScoring
 from verl.telemetry.metric import reduce_metrics
 from verl.telemetry.profiler import marked_timer
 from verl.trainer.buffer.continuous import ContinuousScheduler
@@ -105,6 +106,8 @@ class RolloutBuffer:
         elif is_scheduled:
             self.scheduler = GroupScheduler(rollout, self.pool, data.prompts_per_step, config.trainer.seed)
         self.engine: Any = None
+        self.early_scoring: EarlyScoring | None = None
+        """Scores responses as they end; None: rewards are computed when a batch is whole."""
         self.agent_loops: Any = None
         """The manager of agent loops, with ``rollout.mode=async``."""
         self._next: NextBatch | None = None
@@ -160,6 +163,8 @@ class RolloutBuffer:
         """Stop the rollout's servers, if it has any; also after a failure."""
         if self.continuous is not None and self.agent_loops is not None:
             self.agent_loops.abandon(self.continuous.cancel())
+        if self.early_scoring is not None:
+            self.early_scoring.close()
         if hasattr(self.engine, "close"):
             self.engine.close()
 
@@ -240,6 +245,8 @@ class RolloutBuffer:
         request = self._request(prompts, n, step, validate=validate, first=first)
         if do_sample is not None:
             request.meta_info["do_sample"] = do_sample
+        elif not validate:
+            self._expect(prompts, request)
         return join_generated(prompts, self.engine.generate_sequences(request))
 
     def _request(self, prompts: DataProto, n: int, step: int, *, validate: bool = False, first: int = 0) -> DataProto:
@@ -258,6 +265,13 @@ class RolloutBuffer:
             request.meta_info["weight_sync_freq"] = trainer.weight_sync_freq
         request.put("seeds", torch.tensor(seeds))
         return request
+
+    def _expect(self, rows: DataProto, request: DataProto) -> None:
+        """Have the responses of a request scored as they end."""
+        if self.early_scoring is not None:
+            address = self.early_scoring.open(rows, request.column("seeds").tolist())
+            if address is not None:
+                request.meta_info["completions_to"] = address
 
     # -- one step ahead ----------------------------------------------------------------------------------------------
     # Step k trains on responses of the weights after step k - 2, from the weights after step k - 1; the first batch,
@@ -285,6 +299,7 @@ class RolloutBuffer:
         n = self.config.actor_rollout_ref.rollout.n
         rows = prompts.repeat(n, interleave=True)
         request = self._request(rows, n, step)
+        self._expect(rows, request)
         rollout = self._restored(step, len(rows)) or self.engine.start(request, steps_done)
         self._next = NextBatch(step, prompts, rows, rollout)
         return rollout.timing

@@ -26,6 +26,7 @@ from verl.data.env_groups import EnvGroupDataset
 from verl.data.loader import FileOrderSampler
 from verl.models.heads import stored_shapes, stores_head
 from verl.preflight.checks import refuse
+from verl.rewards.managers.early import begins_early
 from verl.rewards.managers.scoring import check_data_sources, load_reward_manager, start_reward_functions
 from verl.rewards.managers.self_test import try_reward_function
 from verl.rewards.reward_model import check_reward_model
@@ -169,7 +170,9 @@ class PPOJob:
             report = try_reward_function(self.config, trainer.reward_fn, trainer.train_dataset)
         if self.config.trainer.progress_bar:
             print(run_plan(trainer), flush=True)
-            print(*([f"reward   {report}"] if report else []), sep="\n", flush=True)
+            if report:
+                when = "as each ends" if begins_early(self.config, trainer.reward_fn) else "when the batch is whole"
+                print(f"reward   {report}; responses are scored {when}", flush=True)
         for alarm in report.alarms if report else ():
             logger.warning("The reward function %s looks wrong: %s.", report.function, alarm)
         with running_workers(trainer, self.config, self.command_line, trainer.buffer):

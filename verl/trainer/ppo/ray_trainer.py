@@ -21,6 +21,7 @@ from verl.checkpoint.run_state import RunCheckpoints, saved_groups
 from verl.config.unused_options import check_unused_options
 from verl.data.loader import build_dataset, build_train_loader, build_val_loader
 from verl.protocol import DataProto
+from verl.rewards.managers.early import EarlyScoring, begins_early
 from verl.rewards.managers.episode import reward_of_episodes
 from verl.rewards.managers.rule import RuleRewardManager
 from verl.rewards.managers.scoring import compute_reward, error_counts, without_failed, without_failed_episodes
@@ -547,6 +548,8 @@ class RayPPOTrainer(RecipeNames):
         self.buffer.connect(
             self.options, self.actor_wg, self.rollout_wg, self.tokenizer, self.processor, trainer_config=self.config
         )
+        if not self.use_rm and begins_early(self.options, self.reward_fn) and self.controller.driver_host:
+            self.buffer.early_scoring = EarlyScoring(self.reward_fn, self.controller.driver_host)
         if self.buffer.agent_loops is not None:
             self.async_rollout_mode, self.async_rollout_manager = True, self.buffer.agent_loops  # names recipes know
 

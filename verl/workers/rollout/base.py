@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 from typing import TYPE_CHECKING, Any, Literal
@@ -211,6 +211,10 @@ class RolloutEngine(ABC):
     never_generated: tuple[int, ...] = ()
     """Tokens no response may hold, whatever its sampling says: a model's placeholders of images."""
 
+    on_ended: Callable[[int, Completion], None] | None = None
+    """Called by ``_generate`` with the place of a request and its completion as soon as that has ended, while others
+    go on; an engine that cannot tell leaves it out. None: nobody asks."""
+
     holds_base: bool = False
     """Whether the weights below the adapter are here, so that a sync need bring the adapter only."""
 
@@ -230,12 +234,19 @@ class RolloutEngine(ABC):
         self._waiting: dict[int, Request] = {}
         self.monitor = EngineMonitor()
 
-    def generate(self, requests: Sequence[Request], expect_version: int) -> list[Completion]:
+    def generate(
+        self,
+        requests: Sequence[Request],
+        expect_version: int,
+        on_ended: Callable[[int, Completion], None] | None = None,
+    ) -> list[Completion]:
         """One completion per request, in the order of the requests.
 
         Args:
             requests: prompts with their sampling and seed.
             expect_version: what the caller's training engine calls its weights.
+            on_ended: called with the place and completion of each request that ends before the others, if the engine
+                can tell.
 
         Raises:
             StaleWeightsError: the weights held are asleep, unconfirmed or of another version.
@@ -246,8 +257,12 @@ class RolloutEngine(ABC):
         self.check_nothing_runs("generate()")
         if not requests:
             return []
-        with self.monitor.generating(requests):
-            completions = self._generate(list(requests))
+        self.on_ended = on_ended
+        try:
+            with self.monitor.generating(requests):
+                completions = self._generate(list(requests))
+        finally:
+            self.on_ended = None
         self.monitor.count(requests, completions)
         return completions
 

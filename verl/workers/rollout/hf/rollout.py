@@ -226,7 +226,11 @@ class HFRollout(ModelRollout):
         for indices in self._batches(requests):
             batch = self._prefilled_batch([requests[i] for i in indices], indices)
             while batch.num_live:
-                completions |= batch.advance(self._forward)
+                ended = batch.advance(self._forward)
+                completions |= ended
+                if self.on_ended is not None:
+                    for index, completion in ended.items():
+                        self.on_ended(index, completion)
         return [self._with_prompt_log_probs(request, completions[i]) for i, request in enumerate(requests)]
 
     def _with_prompt_log_probs(self, request: Request, completion: Completion) -> Completion:

@@ -339,7 +339,8 @@ class SGLangRollout(ModelRollout):
 
     def _generate(self, requests: list[Request]) -> list[Completion]:
         request_ids = self._submit(requests)
-        ended = self._on_leader(lambda: self._wait_for(set(request_ids)))
+        place = {request_id: number for number, request_id in enumerate(request_ids)}
+        ended = self._on_leader(lambda: self._wait_for(set(request_ids), place))
         completions = self._finished(ended)
         return [completions[request_id] for request_id in request_ids]
 
@@ -357,11 +358,19 @@ class SGLangRollout(ModelRollout):
             self._last_progress, self._next_check = progress, now + _CHECK_S
         return ended
 
-    def _wait_for(self, request_ids: set[int]) -> dict[int, Any]:
-        """Wait for these requests; others that end meanwhile are kept for `step`."""
+    def _wait_for(self, request_ids: set[int], place: Mapping[int, int] | None = None) -> dict[int, Any]:
+        """Wait for these requests; others that end meanwhile are kept for `step`.
+
+        Args:
+            place: of each request, to report those that end to ``on_ended``; None: nothing is reported.
+        """
         ended: dict[int, Any] = {}
         while request_ids - ended.keys():
-            ended |= self._wait(_CHECK_S)
+            new = self._wait(_CHECK_S)
+            ended |= new
+            if place is not None and self.on_ended is not None:
+                for request_id in new.keys() & place.keys():
+                    self.on_ended(place[request_id], completion(self._requests[request_id], new[request_id]))
         self.engine.keep({request_id: ended.pop(request_id) for request_id in ended.keys() - request_ids})
         return ended
 

@@ -6,8 +6,8 @@ make every call together, with the same requests and the same weights. Runs with
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from contextlib import nullcontext
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -271,7 +271,7 @@ class VLLMRollout(ModelRollout):
     def _generate(self, requests: list[Request]) -> list[Completion]:
         prompts = [self._prompt(request) for request in requests]
         params = [self._params(request) for request in requests]
-        with self._eager_on_cpu():
+        with self._eager_on_cpu(), self._watched(requests):
             outputs = self.llm.generate(prompts, params, use_tqdm=False, lora_request=self._adapter_request)
         completions = []
         for request, output in zip(requests, outputs, strict=True):
@@ -279,6 +279,35 @@ class VLLMRollout(ModelRollout):
             running.add(output)
             completions.append(running.completion(finish_reason(output)))
         return completions
+
+    @contextmanager
+    def _watched(self, requests: list[Request]) -> Iterator[None]:
+        """Within the block, report the requests that end in a step of the engine to ``on_ended``."""
+        report, engine = self.on_ended, self.llm.llm_engine
+        if report is None:
+            yield
+            return
+        step, first = engine.step, None
+
+        def watched_step() -> Any:
+            nonlocal first
+            outputs = step()
+            if first is None:  # vLLM numbers the requests of a call one after the other
+                first = int(self.llm.request_counter.counter) - len(requests)
+            for output in outputs:
+                number = str(output.request_id).partition("-")[0]
+                if output.finished and number.isdecimal() and 0 <= int(number) - first < len(requests):
+                    place = int(number) - first
+                    running = Running(requests[place])
+                    running.add(output)
+                    report(place, running.completion(finish_reason(output)))
+            return outputs
+
+        engine.step = watched_step
+        try:
+            yield
+        finally:
+            engine.step = step
 
     def submit(self, request: Request, expect_version: int) -> int:
         from vllm.exceptions import VLLMClientError
