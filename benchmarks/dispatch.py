@@ -108,7 +108,8 @@ def make_rollouts(rows: int, width: int, mean_length: int, seed: int = 0) -> Dat
     data = DataProto.from_ragged(columns, non_tensors={"uid": [f"{row // 8}" for row in range(rows)]})
     data.meta_info["global_token_num"] = whole.lengths.tolist()
     mini = MiniBatches(rows // 4)
-    calls = {name: CallPlan(True) for name in ("compute_log_prob", "compute_ref_log_prob", "compute_values")}
+    scores = {"compute_log_prob": "actor", "compute_ref_log_prob": "actor", "compute_values": "critic"}
+    calls = {name: CallPlan(True, follows=f"update_{role}") for name, role in scores.items()}
     calls |= {name: CallPlan(True, mini) for name in ("update_actor", "update_critic")}
     data.partition_plan = PartitionPlan(calls, RowCost())
     return data

@@ -140,3 +140,20 @@ def test_pairs_stay_on_one_rank(lengths, ranks, by_tokens, cost):
         for rows, has_filler in zip(partition.rows, partition.has_filler, strict=True):
             own = rows[: len(rows) - has_filler].reshape(-1, 2)
             assert (own[:, 0] % 2 == 0).all() and (own[:, 1] == own[:, 0] + 1).all()
+
+
+@settings(max_examples=30, deadline=None)
+@given(LENGTHS, st.integers(1, 5), st.booleans(), st.booleans(), st.booleans())
+def test_a_call_that_follows_an_update_gives_each_rank_the_same_rows(lengths, ranks, by_tokens, in_tokens, shuffle):
+    mini = MiniBatches(7, 1, shuffle, seed=3)
+    calls = {"update": CallPlan(by_tokens, mini), "score": CallPlan(in_tokens, follows="update")}
+    plan = PartitionPlan(calls, COST)
+    score, update = (plan.partition(method, rows_of(lengths), ranks) for method in ("score", "update"))
+    assert score.output_positions() is not None and score.steps is None
+    if by_tokens and not in_tokens:  # equal numbers of rows come first
+        sizes = [len(rows) - filler for rows, filler in zip(score.rows, score.has_filler, strict=True)]
+        assert max(sizes) - min(sizes) <= 1
+        return
+    of_update = [rows[: len(rows) - filler] for rows, filler in zip(update.rows, update.has_filler, strict=True)]
+    of_score = [rows[: len(rows) - filler] for rows, filler in zip(score.rows, score.has_filler, strict=True)]
+    assert [rows.tolist() for rows in of_score] == [rows.tolist() for rows in of_update]

@@ -159,3 +159,37 @@ class MeshWorker(Worker):
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def register_again(self):
         self._register_dispatch_collect_info("critic", dp_rank=0, is_collect=True)
+
+
+class Reader(Worker):
+    """Shows every row of the packed columns that it got, and returns one more."""
+
+    def __init__(self, pairs=False):
+        super().__init__()
+        if pairs:
+            self._register_dispatch_collect_info("pairs", dp_rank=self.rank // 2, is_collect=self.rank % 2 == 0)
+
+    def _shown(self, data):
+        columns = {name: [row.tolist() for row in data.ragged(name).rows()] for name in sorted(data._ragged)}
+        shown = [{name: rows[i] for name, rows in columns.items()} for i in range(len(data))]
+        return DataProto.from_dict(non_tensors={"shown": shown})
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, mesh="pairs", balanced=True)
+    def show(self, data):
+        return self._shown(data)
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, mesh="pairs", balanced=True)
+    def show_in_steps(self, data):
+        return self._shown(data)
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, mesh="pairs", balanced=True)
+    def score(self, data):
+        return DataProto.from_ragged({"values": data.ragged("advantages").like(data.ragged("responses").values * 0.5)})
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, balanced=True)
+    def write_in_place(self, data):
+        data.ragged("advantages").values.add_(1)
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, blocking=False, balanced=True)
+    def score_later(self, data):
+        return self.score(data)

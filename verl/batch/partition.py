@@ -132,6 +132,9 @@ class CallPlan(NamedTuple):
     numbers of rows (but for one): all ranks run as many forward passes as the one that has most."""
     mini_batches: MiniBatches | None = None
     """Optimizer steps of an update; None for other calls."""
+    follows: str | None = None
+    """An update whose ranks get the same rows, in its first epoch, so that each row stays with one rank; None: the
+    rows are divided for this call alone, as they are where only this call needs equal numbers of rows."""
 
 
 class PartitionPlan(NamedTuple):
@@ -149,7 +152,12 @@ class PartitionPlan(NamedTuple):
     def partition(self, method: str, rows: RowLengths, ranks: int) -> Partition:
         """Divide ``rows`` among ``ranks`` for a call of ``method``."""
         call, count = self.calls[method], len(rows.lengths)
-        if call.mini_batches is None:
+        update = self.calls.get(call.follows or "")
+        if update is not None and update.mini_batches is not None and (call.by_tokens or not update.by_tokens):
+            once = update.mini_batches._replace(epochs=1)
+            steps = self._divided_steps(once, rows, ranks, update.by_tokens)
+            divided = [[np.concatenate(of_rank) for of_rank in zip(*steps, strict=True)]]
+        elif call.mini_batches is None:
             divided = [self.divide(np.arange(count), rows, ranks, call.by_tokens)]
         else:
             divided = self._divided_steps(call.mini_batches, rows, ranks, call.by_tokens)

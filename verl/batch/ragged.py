@@ -327,6 +327,10 @@ class CountedPositions(Ragged):
     def __init__(self, layout: Layout):
         vars(self).update(layout=layout, fill="position")
 
+    @property
+    def shape(self) -> torch.Size:
+        return torch.Size((len(self.layout), self.layout.width))
+
     @cached_property
     def values(self) -> Tensor:
         layout = self.layout
@@ -353,6 +357,10 @@ class JoinedTokens(Ragged):
 
     prompt: Ragged
     response: Ragged
+
+    @property
+    def shape(self) -> torch.Size:
+        return torch.Size((len(self.layout), self.layout.width))
 
     @cached_property
     def values(self) -> Tensor:

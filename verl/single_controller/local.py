@@ -28,6 +28,7 @@ from verl.single_controller.base.worker_group import (
     WorkerGroup,
     create_colocated_worker_cls,
 )
+from verl.single_controller.batch_cache import BatchLedger
 from verl.single_controller.channel import ArgumentMessages, Channel, SharedMemoryPool
 from verl.single_controller.errors import StderrTail, WorkerDiagnostics, WorkerDied, WorkerError
 from verl.single_controller.processes import Child, is_readable
@@ -129,6 +130,7 @@ class ForkedHosts(Hosts):
         self.world_size, self.pids = world_size, []
         self._first_device, self._concurrent = first_device, concurrent
         self._memory_pool = SharedMemoryPool()
+        self.ledger = BatchLedger()
         self._channels: list[Channel] = []
         self._children: list[Child] = []
         self._tails: list[StderrTail] = []

@@ -15,16 +15,16 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 
+import numpy as np
+
 from verl.batch.partition import Partition, row_lengths
-from verl.protocol import DataProto, DataProtoError, pad_dataproto_to_divisor, unpad_dataproto
+from verl.protocol import DataProto, pad_dataproto_to_divisor, unpad_dataproto
+from verl.single_controller.batch_cache import BatchPart, SplitCall, without_training
 
 Args = tuple[tuple, dict]
 """Positional and named arguments of a call."""
 
 # -- Rows of a call's batches: columns selected, padded or split over ranks, and brought back in order ----------------
-
-_MASKS = ("response_mask", "loss_mask", "pairs")
-"""Columns that mark the tokens, or the rows, of the loss; zero on padding rows, so that these do not train."""
 
 
 class Padding(NamedTuple):
@@ -75,7 +75,7 @@ def pad_rows(args: tuple, kwargs: dict, parts: int) -> tuple[tuple, dict, Paddin
     def padded(data: DataProto) -> DataProto:
         longer, added = pad_dataproto_to_divisor(data, parts)
         # padding comes last, so that `drop_padding` takes it off a result by its length
-        return _without_training(longer, len(data)) if added else data
+        return without_training(longer, len(data)) if added else data
 
     args, kwargs = map_batches(padded, args, kwargs)
     return args, kwargs, Padding(rows, rows + -rows % parts)
@@ -89,7 +89,7 @@ def drop_padding(result: Any, padding: Padding | None) -> Any:
 
 
 class SplitBatch(list):
-    """A batch already split: one DataProto for each data-parallel rank."""
+    """A batch already split: a `BatchPart`, or a DataProto, for each data-parallel rank."""
 
 
 def plan_partition(args: tuple, kwargs: dict, method: str, parts: int) -> Partition | None:
@@ -106,22 +106,20 @@ def plan_partition(args: tuple, kwargs: dict, method: str, parts: int) -> Partit
     return None
 
 
-def split_rows(data: DataProto, partition: Partition) -> DataProto | SplitBatch:
+def split_rows(data: DataProto, partition: Partition, call: SplitCall) -> DataProto | SplitBatch:
     """Return the rows of each data-parallel rank; a batch without rows as it is."""
     if not len(data):
         return data
-    parts = SplitBatch()
-    for rank, (rows, has_filler) in enumerate(zip(partition.rows, partition.has_filler, strict=True)):
-        is_whole = len(partition.rows) == 1 and not has_filler
-        part = data.select() if is_whole else data.select_idxs(rows)
-        if has_filler:
-            # the filler is the last of a rank's rows, see `Partition.has_filler`
-            _without_training(part, len(part) - 1)
-        # the plan is of the whole batch: a worker that calls on would divide its part by it once more
-        part.partition_plan = None
-        part.step_rows = None if partition.steps is None else partition.steps[rank]
-        parts.append(part)
-    return parts
+    return SplitBatch(
+        # the filler is the last of a rank's rows, see `Partition.has_filler`
+        BatchPart(data, np.asarray(rows, dtype=np.int64), len(rows) - has_filler, steps, call)
+        for rows, has_filler, steps in zip(
+            partition.rows,
+            partition.has_filler,
+            [None] * len(partition.rows) if partition.steps is None else partition.steps,
+            strict=True,
+        )
+    )
 
 
 def restore_rows(result: Any, partition: Partition | None) -> Any:
@@ -131,25 +129,6 @@ def restore_rows(result: Any, partition: Partition | None) -> Any:
         return result
     positions = partition.output_positions()
     return result if positions is None or len(partition.rows) == 1 else result.select_idxs(positions)
-
-
-def _without_training(data: DataProto, first: int) -> DataProto:
-    """Zero the masks of the loss from row ``first`` on, packed if they can be; changes and returns ``data``."""
-    for name in _MASKS:
-        if name not in data:
-            continue
-        try:
-            column = data.ragged(name)
-        except DataProtoError:  # the columns sent along do not tell its valid tokens
-            padded = data.column(name).clone()
-            padded[first:] = 0
-            data.put(name, padded)
-        else:
-            # the batch of the caller may share these numbers
-            values = column.values.clone()
-            values[column.layout.offsets[first] :] = 0
-            data.put(name, column.like(values))
-    return data
 
 
 # -- Dispatch modes ---------------------------------------------------------------------------------------------------

@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from verl.single_controller.base.decorator import Dispatch, Execute, register
+from verl.single_controller.batch_cache import BatchCache
 from verl.single_controller.errors import WorkerError, describe
 from verl.telemetry.flight_recorder import RECORDER_VARIABLE, flight_recorder, watchdog
 from verl.telemetry.profiler import TraceFile, process_trace
@@ -155,6 +156,7 @@ class WorkerHost:
     def __init__(self):
         self._workers: dict[str, Any] = {}
         self._place = (0, 1)
+        self._batches = BatchCache()
         self._loop: asyncio.AbstractEventLoop | None = None
 
     def setup(self, env: Mapping[str, str], roles: Mapping[str, Callable[[], Any]]) -> int:
@@ -181,10 +183,14 @@ class WorkerHost:
         # role, method and keep are positional only: a method may have arguments of these names
         worker = self._workers[role]
         if method == MESH_POSITIONS:
+            self._batches.opened(args, kwargs)
             return dict(vars(worker).get("_mesh_positions", {}))
+        args, kwargs, sent = self._guarded(role, method, self._batches.opened, (args, kwargs), {})
         with process_trace.call(role, method):
             output = self._guarded(role, method, getattr(worker, method), args, kwargs)
-        return output if keep else None
+        if not keep:
+            return None
+        return output if sent is None else self._batches.kept(sent, output)
 
     def _guarded(self, role: str, method: str, function: Callable, args, kwargs) -> Any:
         try:

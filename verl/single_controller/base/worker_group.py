@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
-from verl.protocol import DataProtoFuture
+from verl.protocol import DataProto, DataProtoFuture
 from verl.single_controller.base.decorator import (
     MAGIC_ATTR,
     ONLY_MESH,
@@ -36,6 +36,7 @@ from verl.single_controller.base.decorator import (
     split_rows,
 )
 from verl.single_controller.base.worker import MESH_POSITIONS, FusedWorker
+from verl.single_controller.batch_cache import BatchLedger, BatchPart, KeptOutput, SplitCall
 from verl.single_controller.deadlines import Deadlines, Wait, waiting_for
 from verl.single_controller.errors import WorkerDiagnostics, WorkerGroupError, WorkerGroupStopped, WorkerTimeout
 
@@ -173,6 +174,8 @@ class Hosts(ABC):
         self.stopped = False
         self.deadlines = Deadlines()
         self.traffic = Traffic()
+        self.ledger: BatchLedger | None = None
+        """Of hosts whose ranks keep batches; None: every call brings all it needs."""
         self._sent: weakref.WeakSet = weakref.WeakSet()  # handles that nobody has waited for
         self._lock = threading.RLock()  # threads of the driver take turns: a rank answers one call at a time anyway
 
@@ -183,10 +186,39 @@ class Hosts(ABC):
             raise WorkerGroupStopped(
                 f"{role}.{method}: the {self.world_size} processes of this group were stopped{why}. Start a new group."
             ) from self.failure
-        handles = self._stopping_on_failure(lambda: self._submit(role, method, requests, exposed))
+        with self._lock:  # ranks get messages in the order in which the ledger wrote them
+            requests = self._encoded(requests)
+            try:
+                handles = self._stopping_on_failure(lambda: self._submit(role, method, requests, exposed))
+            except BaseException:
+                if self.ledger is not None:
+                    self.ledger.reset()  # some ranks may not have got what it has written
+                raise
         if not exposed:
             self._sent.update(handles)
         return handles
+
+    def _encoded(self, requests: Sequence[Request]) -> Sequence[Request]:
+        if self.ledger is not None:
+            return self.ledger.encoded(requests)
+        return [
+            request._replace(
+                args=tuple(map(_taken, request.args)), kwargs={k: _taken(v) for k, v in request.kwargs.items()}
+            )
+            for request in requests
+        ]
+
+    def adopt(self, call: SplitCall, outputs: Sequence, result: Any) -> None:
+        """Note which columns of a call's result its ranks have kept."""
+        if self.ledger is not None:
+            with self._lock:
+                self.ledger.adopt(call, outputs, result)
+
+    def release_batches(self) -> None:
+        """Let the ranks drop the columns of batches that they keep."""
+        if self.ledger is not None:
+            with self._lock:
+                self.ledger.release()
 
     def wait(self, handles: Sequence, timeout: float | None = None) -> list:
         """Outputs of the handles, in order.
@@ -372,6 +404,10 @@ class WorkerGroup(ABC):
         """End the processes of this group, and of every view of them."""
         self._hosts.stop()
 
+    def release_batches(self) -> None:
+        """Let its processes drop the columns of batches that they keep for later calls, when they are next called."""
+        self._hosts.release_batches()
+
     @property
     def traffic(self) -> Traffic:
         """Bytes to and from its processes since they were started; views of the same processes share it."""
@@ -553,9 +589,10 @@ def invoke(group, name: str, registration: Registration, args: tuple, kwargs: di
     padding = partition = None
     if registration.balanced and mode.parts is not None:  # before columns are selected: it reads some of its own
         partition = plan_partition(args, kwargs, name, mode.parts(group))
+    split = None if partition is None else SplitCall(partition.num_rows, keeps=_has_later_calls(args, kwargs))
     args, kwargs = map_batches(lambda data: keep_columns(data, registration.reads), args, kwargs)
     if partition is not None:
-        args, kwargs = map_batches(lambda data: split_rows(data, partition), args, kwargs)
+        args, kwargs = map_batches(lambda data: split_rows(data, partition, split), args, kwargs)
     elif mode.parts is not None:
         args, kwargs, padding = pad_rows(args, kwargs, mode.parts(group))
     args, kwargs = mode.dispatch_fn(group, *args, **kwargs)
@@ -563,6 +600,7 @@ def invoke(group, name: str, registration: Registration, args: tuple, kwargs: di
     if is_rank_zero or getattr(registration.dispatch_mode, "name", None) == "RANK_ZERO":
         if mode.dispatch_fn is not dispatch_all_to_all:  # the mode spread the arguments
             args, kwargs = tuple(arg[0] for arg in args), {key: value[0] for key, value in kwargs.items()}
+        args, kwargs = tuple(map(_taken, args)), {key: _taken(value) for key, value in kwargs.items()}
         run = group.execute_rank_zero_sync if registration.blocking else group.execute_rank_zero_async
         return run(name, *args, **kwargs)
     # a call that joins rows gives a GroupFuture, which can open shared memory; other futures go out as they are
@@ -573,7 +611,11 @@ def invoke(group, name: str, registration: Registration, args: tuple, kwargs: di
         group.clear_mesh_positions()
 
     def collect(outputs: list) -> Any:
-        return restore_rows(drop_padding(mode.collect_fn(group, outputs), padding), partition)
+        plain = [output.output if isinstance(output, KeptOutput) else output for output in outputs]
+        result = restore_rows(drop_padding(mode.collect_fn(group, plain), padding), partition)
+        if split is not None:
+            group._hosts.adopt(split, outputs, result)
+        return result
 
     if registration.blocking:
         return collect(group._hosts.wait(handles, group.timeout))
@@ -581,6 +623,16 @@ def invoke(group, name: str, registration: Registration, args: tuple, kwargs: di
         return mode.collect_fn(group, group._hosts.as_futures(handles))
 
     return GroupFuture(collect, handles, wait_fn=group.wait)
+
+
+def _taken(value: Any) -> Any:
+    return value.taken() if isinstance(value, BatchPart) else value
+
+
+def _has_later_calls(args: tuple, kwargs: dict) -> bool:
+    """Whether the plan of a call's batches names several methods, so that ranks may be called with them again."""
+    plans = [value.partition_plan for value in (*args, *kwargs.values()) if isinstance(value, DataProto)]
+    return any(plan is not None and len(plan.calls) > 1 for plan in plans)
 
 
 # -- GroupFuture: the DataProtoFuture of a call on a worker group ----------------------------------------------------

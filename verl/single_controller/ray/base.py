@@ -34,6 +34,7 @@ from verl.single_controller.base.worker_group import (
     create_colocated_worker_cls,
     create_colocated_worker_raw_cls,  # noqa: F401  its public address
 )
+from verl.single_controller.batch_cache import BatchLedger, CacheState, KeptOutput, SentBatch
 from verl.single_controller.channel import (
     INLINE_BYTES,
     ArgumentMessages,
@@ -281,6 +282,7 @@ class RayHosts(Hosts):
         """By rank, 0 before `meet`."""
         self.master: tuple[str, int] = ("", 0)
         self._memory_pool = SharedMemoryPool(_dumps)
+        self.ledger = BatchLedger(_dumps) if owned else None  # others may call actors that outlive their driver
         self._endpoints: dict[int, MessageEndpoint] = {}  # ranks that share memory with this process
         self._watched: dict[int, int] = {}  # rank -> pidfd, of those on this node
         self._diagnostics = WorkerDiagnostics(self.world_size if owned else 0)
@@ -449,7 +451,7 @@ class _Stored:
         """Bytes of the DataProtos so far, each once."""
 
     def __call__(self, value: Any) -> Any:
-        small = isinstance(value, str | bytes | int | float | bool | ray.ObjectRef | None)
+        small = isinstance(value, str | bytes | int | float | bool | ray.ObjectRef | CacheState | None)
         if small or self._users[id(value)] < 2:
             self.nbytes += _pickled_bytes(value)
             return value
@@ -460,8 +462,8 @@ class _Stored:
 
 
 def _pickled_bytes(value: Any) -> int:
-    """Bytes of a DataProto on its way through Ray, which pickles it itself; other values count nothing."""
-    if not isinstance(value, DataProto):
+    """Bytes of a batch on its way through Ray, which pickles it itself; other values count nothing."""
+    if not isinstance(value, DataProto | SentBatch | KeptOutput):
         return 0
     arrays: list[pickle.PickleBuffer] = []
     stream = pickle.dumps(value, protocol=5, buffer_callback=arrays.append)

@@ -440,9 +440,9 @@ def partition_plan(config: PPOConfig, cost: RowCost, step: int) -> PartitionPlan
         return CallPlan(role.use_dynamic_bsz, MiniBatches.of(role, n, seed))
 
     calls = {
-        "compute_log_prob": CallPlan(shared.rollout.log_prob_use_dynamic_bsz),
-        "compute_ref_log_prob": CallPlan(shared.ref.log_prob_use_dynamic_bsz),
-        "compute_values": CallPlan(critic.use_dynamic_bsz),
+        "compute_log_prob": CallPlan(shared.rollout.log_prob_use_dynamic_bsz, follows="update_actor"),
+        "compute_ref_log_prob": CallPlan(shared.ref.log_prob_use_dynamic_bsz, follows="update_actor"),
+        "compute_values": CallPlan(critic.use_dynamic_bsz, follows="update_critic"),
         "update_actor": update(shared.actor, shared.rollout.n),
         "update_critic": update(critic, critic.rollout_n),
     }

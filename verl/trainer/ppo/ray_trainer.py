@@ -577,6 +577,9 @@ class RayPPOTrainer(RecipeNames):
         """Validate and save when it is time, dump samples, and log this step's numbers."""
         trainer = self.config.trainer
         last = step >= self.total_training_steps
+        for group in self.worker_groups.values():
+            if hasattr(group, "release_batches"):  # a user's may lack it
+                group.release_batches()
         if without_gradient := self.nonfinite_guard.roles_without_gradient(self.metrics):
             self.recorder.without_gradient(self, without_gradient)
         self.nonfinite_guard.check(step, without_gradient)

@@ -1,0 +1,105 @@
+"""Ranks keep the columns of a batch, and always read those of the driver."""
+
+import pytest
+import torch
+
+from tests.single_controller.roles import Reader
+from verl.batch.partition import CallPlan, MiniBatches, PartitionPlan, RowCost
+from verl.batch.ragged import Ragged, join_windows
+from verl.protocol import DataProto
+from verl.single_controller.errors import WorkerError
+
+ROWS = 7
+CALLS = {
+    "show": CallPlan(True, follows="show_in_steps"),
+    "score": CallPlan(True),  # another division
+    "score_later": CallPlan(True),
+    "show_in_steps": CallPlan(True, MiniBatches(2)),  # one row in the last step: a filler for the other ranks
+    "write_in_place": CallPlan(True),
+}
+
+
+def rollouts(seed=0):
+    torch.manual_seed(seed)
+    sizes = torch.randint(1, 60, (2, ROWS)).tolist()
+    prompts, responses = (Ragged.from_rows([torch.randint(0, 99, (n,)) for n in row], 60) for row in sizes)
+    columns = {"prompts": prompts, "responses": responses, **join_windows(prompts, responses)}
+    columns |= {"response_mask": responses.constant(1)}
+    columns |= {"advantages": responses.like(torch.randn(responses.layout.total))}
+    data = DataProto.from_ragged(columns, {"weight": torch.arange(ROWS)})
+    data.partition_plan = PartitionPlan(CALLS, RowCost(10))
+    return data
+
+
+def check(shown, data):
+    """Every row, as ranks read it, is the driver's."""
+    rows = {name: [row.tolist() for row in data.ragged(name).rows()] for name in data._ragged}
+    assert list(shown.non_tensor_batch["shown"]) == [{n: rows[n][i] for n in sorted(rows)} for i in range(ROWS)]
+
+
+def sent(group, call, *args):
+    """Result of a call, and the bytes that were sent for it."""
+    before = group.traffic.sent.total()
+    return call(*args), group.traffic.sent.total() - before
+
+
+@pytest.mark.parametrize("pairs", [False, True])
+def test_ranks_read_the_driver_s_rows_whatever_happens_to_the_batch_between_calls(start, pairs):
+    group = start(Reader, 4 if pairs else 3, pairs=pairs)
+    data = rollouts()
+    shown, first = sent(group, group.show, data)
+    check(shown, data)
+    data = data.union(group.score(data))  # rows are divided in another way, and a column comes back
+    steps = group.show_in_steps(data)
+    assert len(steps) >= ROWS
+    check(group.show(data), data)
+    shown, again = sent(group, group.show, data)
+    check(shown, data)
+    assert again < first * 0.9  # the rest are row numbers, objects and metadata
+    data.put("advantages", data.ragged("advantages").like(-data.ragged("advantages").values))
+    check(group.show(data), data)
+    data.ragged("advantages").values.mul_(3)
+    check(group.show(data), data)
+    data.batch["values"] += 1  # from here on all is padded
+    check(group.show(data.packed()), data.packed())
+    check(group.show(data), data.packed())
+    later = data.packed().union(group.score_later(data).get().rename("values", "later"))
+    other = rollouts(seed=1)  # a second batch while the first is kept
+    check(group.show(other), other)
+    group.release_batches()
+    check(group.show(other), other)
+    check(group.show(later), later)
+
+
+def test_what_ranks_have_made_is_not_sent_back_to_them(start_local):
+    group = start_local(Reader, 3)
+    data = rollouts().repeat(40)
+    data.partition_plan = PartitionPlan({"show": CallPlan(True), "score": CallPlan(True)}, RowCost(10))
+    group.show(data)
+    _, without = sent(group, group.show, data)
+    values = group.score(data)
+    _, kept = sent(group, group.show, data.union(values))
+    data.put("values", data.ragged("values").like(data.ragged("values").values.clone()))
+    _, changed = sent(group, group.show, data)
+    assert kept < without + 600 and changed > kept + 4 * data.ragged("values").layout.total
+
+
+def test_a_call_that_could_not_be_sent_leaves_no_rank_behind(start_local):
+    group, data = start_local(Reader, 3), rollouts()
+    with pytest.raises(TypeError, match="cannot be sent"):
+        group.show(data, (number for number in range(3)))
+    check(group.show(data), data)
+
+
+def test_processes_started_again_get_everything(start_local):
+    group, data = start_local(Reader, 3, fresh=True), rollouts()
+    group.show(data)
+    group.restart()
+    check(group.show(data), data)
+
+
+def test_a_kept_column_that_a_method_writes_to_is_an_error_and_never_read(start_local):
+    group, data = start_local(Reader, 3, fresh=True), rollouts()
+    group.write_in_place(data)
+    with pytest.raises(WorkerError, match="'advantages' was written to in place"):
+        group.show(data)
