@@ -24,7 +24,7 @@ CONTINUOUS = {
     f"{ROLLOUT}__partial_rollout": True,
     f"{ROLLOUT}__max_staleness": 2,
     f"{ROLLOUT}__max_running_requests": 2,
-    "trainer__test_freq": -1,
+    "trainer__test_freq": 2,  # between training requests
     "trainer__total_training_steps": 6,
     "trainer__save_freq": 1,
     "data__max_response_length": 24,
@@ -134,6 +134,7 @@ def test_tokens_of_several_versions_are_trained_on_and_a_resumed_run_keeps_them(
     assert max(row["rollout/staleness/max"] for row in whole.values()) > 0
     assert max(row["rollout/interrupted_share"] for row in whole.values()) > 0
     assert all(row["rollout/samples_restarted"] == 0 for row in whole.values())
+    assert all(0 <= row["rollout/bubble_share"] <= 1 for step, row in whole.items() if step > 1)
     assert whole[1]["rollout/groups_open"] == 8 and whole[6]["rollout/groups_open"] == 0
     # each token's log-prob is that of the weights that drew it: the first batch, of one version, shows the actor's own
     assert whole[1]["training/rollout_probs_diff_max"] < 1e-5

@@ -112,7 +112,7 @@ class RolloutBuffer:
         """The manager of agent loops, with ``rollout.mode=async``."""
         self._next: NextBatch | None = None
         self._serves_since = self._collected = 0.0
-        """When the engines began to serve with the weights they have, and when a step had its batch."""
+        """When the newest weights were brought to the engines, and when a step had its batch."""
         self._position: dict[str, Any] | None = None
         """The loader's, before the prompts that were read ahead."""
         self._saved: tuple[DataProto, dict[str, int]] | None = None
@@ -319,14 +319,14 @@ class RolloutBuffer:
 
     def _collect_continuous(self, prompts: DataProto, step: int) -> Rollouts:
         """Bring the newest weights to the engines, start ``prompts``, and wait for the groups of this step."""
-        scheduler, loops, start = self.continuous, self.agent_loops, time.perf_counter()
+        scheduler, loops, start = self.continuous, self.agent_loops, time.monotonic()
         assert scheduler is not None
         prompts.meta_info.update(validate=False, global_steps=step)
         scheduler.gate.clear()  # what the new weights interrupt waits here, not at the servers
         timing = self.engine.keep_serving()
-        serves_since, self._serves_since = self._serves_since, time.perf_counter()
-        spans = loops.client.take_spans()
-        idle = occupancy(spans, loops.client.num_servers, start - serves_since) if serves_since else {}
+        since, self._serves_since = self._serves_since, time.monotonic()
+        spans = loops.client.take_spans(since)
+        idle = occupancy(spans, loops.client.num_servers, self._serves_since - since) if since else {}
         run = loops.row_runner(prompts)
 
         async def collect() -> tuple[tuple[int, int], tuple[DataProto, SampledGroups]]:
@@ -338,7 +338,7 @@ class RolloutBuffer:
             restarted, (prompts, sampled) = loops.wait_for(collect())
         rollout = self.config.actor_rollout_ref.rollout
         batch = batch_of(loops, rollout, prompts, sampled, timing)
-        ended, self._collected = self._collected, time.perf_counter()
+        ended, self._collected = self._collected, time.monotonic()
         metrics = sampled.metrics | idle
         metrics |= {"rollout/samples_restarted": restarted[0], "rollout/tokens_discarded": restarted[1]}
         if ended:

@@ -17,7 +17,14 @@ from verl.utils.tokenizer import hf_tokenizer
 from verl.workers.rollout import get_rollout_class
 from verl.workers.rollout.base import Request, RequestsRunningError, SamplingParams
 from verl.workers.rollout.server.client import RolloutClient
-from verl.workers.rollout.server.messages import RolloutServerError, request_from_json, request_to_json
+from verl.workers.rollout.server.messages import (
+    BINARY,
+    RolloutServerError,
+    pack,
+    request_from_json,
+    request_to_json,
+    unpack,
+)
 from verl.workers.rollout.server.server import RolloutServer
 from verl.workers.rollout.weights.sync import sync_weights
 
@@ -242,6 +249,21 @@ def test_requests_survive_json():
     for request in mixed_requests():
         body = json.loads(json.dumps(request_to_json(request, "x", priority=3)))
         assert request_from_json(body) == (request, "x", 3)
+        assert request_from_json(unpack(pack(request_to_json(request, "x", priority=3)))) == (request, "x", 3)
+
+
+def test_answers_survive_packing_bit_by_bit():
+    for log_probs in (None, [], [-0.1, -1e-45, -float(2**-40) / 3]):
+        answer = {"token_ids": [0, 2**31 - 1, 7][: len(log_probs or ())], "log_probs": log_probs, "version": 3}
+        assert unpack(pack(answer)) == answer
+
+
+@pytest.mark.parametrize(
+    "body", [b"", b"\xff" * 9, pack({"prompt_ids": [1, 2]})[:-3], pack({})[:8] + b'{"arrays": {"seed": 1}}', bytes(16)]
+)
+def test_a_wrong_packed_body_is_refused(body, engines, serve):
+    answer = httpx.post(serve(engines("hf")).address + "/generate", content=body, headers={"Content-Type": BINARY})
+    assert answer.status_code == 400, answer.text
 
 
 def test_images_survive_json():

@@ -20,10 +20,13 @@ import aiohttp
 from verl.workers.rollout.base import Completion, Request, empty_completion
 from verl.workers.rollout.monitor import Span
 from verl.workers.rollout.server.messages import (
+    BINARY,
     RolloutServerError,
     allow_many_connections,
     completion_from_json,
+    pack,
     request_to_json,
+    unpack,
 )
 
 _SESSIONS = 100_000  # conversations whose server is remembered
@@ -77,17 +80,30 @@ class RolloutClient:
         self._server_of_session: OrderedDict[str, _Server] = OrderedDict()
         self._http: aiohttp.ClientSession | None = None
         self._spans: deque[Span] = deque(maxlen=_SPANS)
+        self._running: dict[str, tuple[str, float, float]] = {}
 
     @property
     def num_servers(self) -> int:
         """Servers there are."""
         return len(self._servers)
 
-    def take_spans(self) -> list[Span]:
-        """Times and servers of the requests that ended since the last call."""
+    def take_spans(self, since: float | None = None) -> list[Span]:
+        """Times and servers of the requests that ended since the last call.
+
+        Args:
+            since: a time of `time.monotonic`: running requests too, as if they ended now, and no time before it.
+        """
         spans = list(self._spans)
         self._spans.clear()
-        return spans
+        if since is None:
+            return spans
+        now = time.monotonic()
+        spans += [Span(*began, now) for began in self._running.values()]
+        return [
+            Span(one.replica, max(since, one.submitted), max(since, one.started), one.ended)
+            for one in spans
+            if one.ended > since
+        ]
 
     @property
     def num_running(self) -> int:
@@ -127,10 +143,11 @@ class RolloutClient:
             if any(request_id in other.running for other in self._servers):
                 raise ValueError(f"request_id={request_id!r} is in use by a running request. Give each its own.")
             server.running[request_id] = request
+            self._running[request_id] = (server.address, submitted, started)
             try:
-                body = await self._call(server, "/generate", request_to_json(request, request_id, priority))
+                body = await self._call(server, "/generate", pack(request_to_json(request, request_id, priority)))
             finally:
-                del server.running[request_id]
+                del server.running[request_id], self._running[request_id]
         finally:
             self._release_server(server)
             self._spans.append(Span(server.address, submitted, started, time.monotonic()))
@@ -221,11 +238,13 @@ class RolloutClient:
     # -- HTTP ----------------------------------------------------------------------------------------------------------
 
     async def _call(self, server: _Server, path: str, body: Any = None) -> Any:
-        """POST a body, or GET without one."""
+        """POST a body, packed or to be written as JSON, or GET without one."""
         method = "GET" if body is None else "POST"
+        sent = {"data": body, "headers": {"Content-Type": BINARY}} if isinstance(body, bytes) else {"json": body}
         try:
-            async with self._session().request(method, server.address + path, json=body) as answer:
-                content = await answer.json(content_type=None)
+            async with self._session().request(method, server.address + path, **sent) as answer:
+                is_packed = answer.content_type == BINARY
+                content = unpack(await answer.read()) if is_packed else await answer.json(content_type=None)
                 status = answer.status
         except (aiohttp.ClientError, OSError, asyncio.TimeoutError, ValueError) as error:
             if server.error is None:

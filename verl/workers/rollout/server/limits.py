@@ -17,7 +17,7 @@ from aiohttp import web
 
 from verl.utils.py_functional import excerpt, is_loopback
 from verl.workers.rollout.base import Request
-from verl.workers.rollout.server.messages import token_ids
+from verl.workers.rollout.server.messages import token_ids, unpack
 
 MOST_BYTES = 1 << 28
 """Longest body of ``POST /generate``: a prompt with its images."""
@@ -83,15 +83,18 @@ def _host_name(header: str) -> str:
 # -- Bodies ------------------------------------------------------------------------------------------------------------
 
 
-async def json_body(request: web.Request, most_bytes: int = MOST_TEXT_BYTES) -> Any:
+async def json_body(request: web.Request, most_bytes: int = MOST_TEXT_BYTES, packed_type: str | None = None) -> Any:
     """The body of a request, parsed.
+
+    Args:
+        packed_type: content type of a packed body, if one may come.
 
     Raises:
         RequestRefused: it is no application/json (415), longer than ``most_bytes`` (413), slow to come (408) or
             malformed (400).
     """
     # a page can send other types to any address without asking its browser for leave
-    if request.content_type != "application/json":
+    if request.content_type not in ("application/json", packed_type):
         raise RequestRefused(
             415, f"The content type is {request.content_type!a}. Send JSON with Content-Type: application/json."
         )
@@ -100,11 +103,13 @@ async def json_body(request: web.Request, most_bytes: int = MOST_TEXT_BYTES) -> 
     except asyncio.TimeoutError:
         raise RequestRefused(408, f"The body did not come within {_BODY_TIMEOUT_S:g} s.") from None
     try:
-        return json.loads(body)
+        is_packed = request.content_type == packed_type
+        return unpack(body) if is_packed else json.loads(body)
     except RecursionError:
         raise RequestRefused(400, "The body is nested too deeply.") from None
     except ValueError as error:  # not UTF-8, too
-        raise RequestRefused(400, f"The body is no JSON: {error}.") from None
+        kind = "not packed as it should be" if is_packed else "no JSON"
+        raise RequestRefused(400, f"The body is {kind}: {error}.") from None
 
 
 async def _read(request: web.Request, most_bytes: int) -> bytearray:

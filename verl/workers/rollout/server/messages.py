@@ -1,6 +1,6 @@
-"""Requests and completions as JSON: what travels between a rollout client and a rollout server.
+"""Requests and completions as JSON or packed: what travels between a rollout client and a rollout server.
 
-Numbers survive exactly: Python writes floats so that they read back as the same bits.
+Numbers survive exactly: Python writes floats so that they read back as the same bits; packed they are these bits.
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ from contextlib import suppress
 from numbers import Integral, Real
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from verl.utils.exit_codes import ExitCode
 from verl.utils.fs import write_atomic
@@ -138,6 +140,55 @@ def completion_from_json(body: Mapping[str, Any]) -> Completion:
     scored = body.get("prompt_log_probs")
     prompt = None if scored is None else PromptLogProbs(**scored)
     return Completion(body["token_ids"], body["log_probs"], body["finish_reason"], body["version"], prompt)
+
+
+BINARY = "application/x-verl-tokens"
+"""Content type of `pack`."""
+_ARRAYS = {"prompt_ids": "<i4", "token_ids": "<i4", "log_probs": "<f8"}
+_ALIGNMENT = 8
+
+
+def pack(body: Mapping[str, Any]) -> bytes:
+    """Return the body of a request or an answer with its tokens and log-probs as arrays, which is many times as fast.
+
+    A header's length in 8 bytes, the header (JSON, with each array's length) padded with spaces, then the arrays.
+
+    Raises:
+        ValueError: a token id has more than 32 bits.
+    """
+    try:
+        arrays = {name: np.asarray(body[name], kind) for name, kind in _ARRAYS.items() if body.get(name) is not None}
+    except OverflowError as error:
+        raise ValueError(f"a token id does not fit: {error}") from None
+    lengths = {name: len(array) for name, array in arrays.items()}
+    header = json.dumps({**{name: value for name, value in body.items() if name not in arrays}, "arrays": lengths})
+    text = header.encode()
+    text += b" " * (-len(text) % _ALIGNMENT)
+    padded = [array.tobytes() + bytes(-array.nbytes % _ALIGNMENT) for array in arrays.values()]
+    return b"".join([len(text).to_bytes(_ALIGNMENT, "little"), text, *padded])
+
+
+def unpack(data: bytes | bytearray) -> dict[str, Any]:
+    """Return the body that `pack` was given, with lists for its arrays.
+
+    Raises:
+        ValueError: it is of another form.
+    """
+    begin = _ALIGNMENT + int.from_bytes(data[:_ALIGNMENT], "little")
+    body = json.loads(bytes(data[_ALIGNMENT:begin]))
+    lengths = body.pop("arrays", None) if isinstance(body, dict) else None
+    if not isinstance(lengths, dict):
+        raise ValueError("the header names no arrays")
+    for name, length in lengths.items():
+        if name not in _ARRAYS or type(length) is not int or length < 0:
+            raise ValueError(f"the header has an array {excerpt(name, 60)} of length {excerpt(length, 60)}")
+        kind = np.dtype(_ARRAYS[name])
+        end = begin + length * kind.itemsize
+        if end > len(data):
+            raise ValueError(f"the array {name} ends after the body")
+        body[name] = np.frombuffer(data, kind, length, begin).tolist()
+        begin = end + -end % _ALIGNMENT
+    return body
 
 
 def token_ids(value: Any, name: str) -> list[int]:

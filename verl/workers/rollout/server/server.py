@@ -26,8 +26,10 @@ from verl.workers.rollout.base import Completion, Request, RolloutEngine, empty_
 from verl.workers.rollout.server.engine_loop import Broadcast, EngineDied, EngineLoop, Event
 from verl.workers.rollout.server.limits import MOST_BYTES, Guard, RequestRefused, check_request, json_body
 from verl.workers.rollout.server.messages import (
+    BINARY,
     allow_many_connections,
     completion_to_json,
+    pack,
     request_from_json,
 )
 from verl.workers.rollout.server.openai_api import OpenAIRoutes
@@ -297,9 +299,12 @@ class RolloutServer:
     # -- routes --------------------------------------------------------------------------------------------------------
 
     async def _generate(self, request: web.Request) -> web.Response:
-        rollout_request, request_id, priority = request_from_json(await json_body(request, MOST_BYTES))
+        rollout_request, request_id, priority = request_from_json(await json_body(request, MOST_BYTES, BINARY))
         completion = await self.generate(rollout_request, priority, request_id)
-        return web.json_response(completion_to_json(completion, self.loop.version))
+        answer = completion_to_json(completion, self.loop.version)
+        if request.content_type == BINARY:
+            return web.Response(body=pack(answer), content_type=BINARY)
+        return web.json_response(answer)
 
     async def _abort(self, request: web.Request) -> web.Response:
         body = await json_body(request)
