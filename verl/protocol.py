@@ -339,6 +339,11 @@ class DataProto:
     @staticmethod
     def concat(data: Sequence[DataProto]) -> DataProto:
         """The rows of all parts, one after the other; all hold the same columns. ``meta_info`` is that of the first."""
+        return DataProto._concat(data)
+
+    @staticmethod
+    def _concat(data: Sequence[DataProto], later: bool = False) -> DataProto:
+        """As `concat`; ``later``: packed columns are copied when first read, if nothing else holds the parts."""
         if not data:
             raise DataProtoError("concat: an empty list has no columns to join. Give at least one DataProto.")
         first = data[0]
@@ -350,7 +355,7 @@ class DataProto:
                 )
         alike = [{name: column.shape[1:] for name, column in part._ragged.items()} for part in data]
         packed = [name for name, shape in alike[0].items() if all(shapes.get(name) == shape for shapes in alike)]
-        ragged = cat_columns([{name: part._ragged[name] for name in packed} for part in data])
+        ragged = cat_columns([{name: part._ragged[name] for name in packed} for part in data], later)
         dense = {}
         for name in (name for name in names if name not in ragged):
             pieces = [part.column(name) for part in data]

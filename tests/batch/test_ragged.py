@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from verl.batch.ragged import (
+    GatheredRows,
     Layout,
     Ragged,
     cat_columns,
@@ -283,3 +284,16 @@ def test_a_token_of_a_whole_sequence_takes_four_bytes_on_its_way():
     columns = {"prompts": prompts, "responses": responses, **join_windows(prompts, responses)}
     columns["response_mask"] = responses.constant(1)
     assert travelled(columns)[1] < 4 * 2002 + 1500
+
+
+@quick
+@given(layouts(min_rows=1), st.data())
+def test_columns_joined_later_hold_the_rows_that_they_would_now(layout, data):
+    parts = [{"x": column(layout, dtype=torch.bfloat16)}, {"x": column(layout.slice(0, 1), dtype=torch.bfloat16)}]
+    now, later = cat_columns(parts), cat_columns(parts, later=True)
+    rows = torch.tensor(data.draw(st.lists(st.integers(0, len(layout)))), dtype=torch.int64)
+    chosen = select_columns(later, rows)["x"]
+    assert isinstance(chosen, GatheredRows) and not {"values"} & {*vars(chosen.gather), *vars(later["x"].gather)}
+    assert chosen.shape == now["x"].select(rows).shape
+    assert torch.equal(chosen.values, now["x"].select(rows).values)
+    assert torch.equal(later["x"].padded(), now["x"].padded())

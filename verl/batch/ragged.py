@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
 from itertools import chain
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -109,6 +109,9 @@ class Layout:
 
     def spread(self, values: Tensor) -> Tensor:
         """(T,): of ``values`` (B,), one a row, that of its row for each valid token."""
+        if values.device.type == "cpu" and not values.requires_grad:  # numpy's is ten times as fast
+            array, dtype = tensor_to_numpy(values)
+            return tensor_from_numpy(np.repeat(array, self.lengths.cpu().numpy()), dtype)
         return values.repeat_interleave(self.lengths, output_size=self.total)
 
     @cached_property
@@ -299,10 +302,20 @@ class Ragged:
         last[full] = self.values[layout.offsets[1:][full] - 1]
         return ((last[:, None] + behind) * ((behind > 0) & full[:, None])).to(self.values.dtype)
 
-    def _mapped(self, each: Callable[[Ragged], Ragged], change: _Change) -> Ragged:
-        """The column with ``change`` made to its layout and values; what it is derived from goes through ``each``."""
-        layout, values = change(self.layout)
-        return Ragged(values(self.values), layout, self.fill)
+    def _mapped(self, each: Callable[[Ragged], Ragged], change: Callable[[Layout], _Change]) -> Ragged:
+        """The column with a change made to its layout and values; what it is derived from goes through ``each``."""
+        made = change(self.layout)
+        return Ragged(made.values(self.values), made.layout, self.fill)
+
+    @property
+    def anchor(self) -> Any:
+        """The object that columns of these values have in common."""
+        return self.values
+
+    @property
+    def version(self) -> int:
+        """Number of times that the values were written to in place."""
+        return self.values._version
 
     def __reduce__(self):
         if self.fill == "position" and _counts_from_zero(self):
@@ -317,8 +330,15 @@ class Ragged:
         return Ragged(values, layout, fill)
 
 
-_Change = Callable[[Layout], tuple[Layout, Callable[[Tensor], Tensor]]]
-"""Layout -> the new one, and a function from old values to new ones."""
+class _Change(NamedTuple):
+    """What becomes of the columns of one layout."""
+
+    layout: Layout
+    """The new one."""
+    values: Callable[[Tensor], Tensor]
+    """Old values -> new ones."""
+    rows: np.ndarray | None = None
+    """The old rows that are the new ones; None: all, and they change otherwise."""
 
 
 class CountedPositions(Ragged):
@@ -342,8 +362,8 @@ class CountedPositions(Ragged):
     def copied(self) -> Ragged:
         return CountedPositions(self.layout)
 
-    def _mapped(self, each: Callable[[Ragged], Ragged], change: _Change) -> Ragged:
-        return CountedPositions(change(self.layout)[0])
+    def _mapped(self, each: Callable[[Ragged], Ragged], change: Callable[[Layout], _Change]) -> Ragged:
+        return CountedPositions(change(self.layout).layout)
 
     def __reduce__(self):
         return CountedPositions, (self.layout,)
@@ -373,13 +393,73 @@ class JoinedTokens(Ragged):
     def with_layout(self, layout: Layout) -> Ragged:
         return JoinedTokens(self.prompt, self.response, layout)
 
-    def _mapped(self, each: Callable[[Ragged], Ragged], change: _Change) -> Ragged:
+    def _mapped(self, each: Callable[[Ragged], Ragged], change: Callable[[Layout], _Change]) -> Ragged:
         if "values" in vars(self):
             return super()._mapped(each, change)
-        return JoinedTokens(each(self.prompt), each(self.response), change(self.layout)[0])
+        return JoinedTokens(each(self.prompt), each(self.response), change(self.layout).layout)
 
     def __reduce__(self):
         return JoinedTokens, (self.prompt, self.response, self.layout)
+
+
+class _Gather:
+    """Rows of several columns, copied when they are first read."""
+
+    def __init__(self, parts: Sequence[Ragged], rows: np.ndarray):
+        """``rows``: their numbers in all parts, one after the other."""
+        self.parts, self.rows = parts, rows
+
+    @cached_property
+    def values(self) -> Tensor:
+        arrays = [tensor_to_numpy(part.values)[0] for part in self.parts]
+        part_of = np.repeat(np.arange(len(arrays)), [len(part.layout) for part in self.parts])
+        firsts = np.concatenate([part.layout.offsets[:-1].numpy() for part in self.parts])
+        lasts = np.concatenate([part.layout.offsets[1:].numpy() for part in self.parts])
+        chosen = zip(part_of[self.rows].tolist(), firsts[self.rows].tolist(), lasts[self.rows].tolist(), strict=True)
+        pieces = [arrays[part][first:last] for part, first, last in chosen] or [arrays[0][:0]]
+        return tensor_from_numpy(np.concatenate(pieces), tensor_to_numpy(self.parts[0].values[:0])[1])
+
+
+class GatheredRows(Ragged):
+    """Rows that lie in several columns, as ranks returned them: copied into one when the values are first read."""
+
+    def __init__(self, gather: _Gather, layout: Layout, fill: Fill):
+        vars(self).update(gather=gather, layout=layout, fill=fill)
+
+    gather: _Gather
+
+    @property
+    def values(self) -> Tensor:
+        return self.gather.values
+
+    @property
+    def shape(self) -> torch.Size:
+        return torch.Size((len(self.layout), self.layout.width, *self.gather.parts[0].values.shape[1:]))
+
+    @property
+    def anchor(self) -> Any:
+        return self.gather
+
+    @property
+    def version(self) -> int:
+        return self.values._version if "values" in vars(self.gather) else 0
+
+    def with_layout(self, layout: Layout) -> Ragged:
+        return self if layout is self.layout else GatheredRows(self.gather, layout, self.fill)
+
+    def _mapped(self, each: Callable[[Ragged], Ragged], change: Callable[[Layout], _Change]) -> Ragged:
+        made = change(self.layout)
+        if made.rows is None or "values" in vars(self.gather):
+            return super()._mapped(each, change)
+        return GatheredRows(_Gather(self.gather.parts, self.gather.rows[made.rows]), made.layout, self.fill)
+
+    @staticmethod
+    def of(parts: Sequence[Ragged], layout: Layout) -> Ragged | None:
+        """The rows of all parts; None where they cannot be copied later as they are now."""
+        kinds = {(part.values.dtype, part.values.shape[1:], part.values.device.type) for part in parts}
+        if len(kinds) > 1 or any(part.values.requires_grad or not part.values.device.type == "cpu" for part in parts):
+            return None
+        return GatheredRows(_Gather(parts, np.arange(len(layout))), layout, parts[0].fill)
 
 
 # -- Values on the wire: bit for bit the same, in fewer bytes where that can be seen at once --------------------------
@@ -387,6 +467,9 @@ _Encoded = tuple[str, np.ndarray, torch.dtype | None, torch.dtype | None]
 
 _SAMPLE = 256
 """Tokens looked at first, before a look at all."""
+
+_BLOCK = 1 << 18
+"""Tokens looked at together."""
 
 
 def _is_constant(values: Tensor) -> bool:
@@ -425,6 +508,33 @@ def _encoded(values: Tensor, layout: Layout) -> _Encoded:
     return "each", *tensor_to_numpy(values), None
 
 
+class EncodedColumn:
+    """A column as it is sent, of which rows can be taken; it arrives as a `Ragged`."""
+
+    def __init__(self, encoded: _Encoded, layout: Layout, fill: Fill):
+        self._encoded, self._layout, self._fill = encoded, layout, fill
+
+    @staticmethod
+    def of(column: Ragged) -> EncodedColumn | None:
+        """The whole column; None if its rows are better encoded by themselves."""
+        if column.fill == "position" or isinstance(column, GatheredRows):
+            return None
+        encoded = _encoded(column.values, column.layout)
+        return None if encoded[0] == "rare" else EncodedColumn(encoded, column.layout, column.fill)
+
+    def select(self, rows: np.ndarray, layout: Layout) -> EncodedColumn:
+        """The rows of these numbers; ``layout`` is theirs."""
+        kind, array, carried, dtype = self._encoded
+        if kind == "row":
+            array = array[rows]
+        elif kind == "each":
+            array = _Gather([Ragged(tensor_from_numpy(array), self._layout)], rows).values.numpy()
+        return EncodedColumn((kind, array, carried, dtype), layout, self._fill)
+
+    def __reduce__(self):
+        return Ragged._from_wire, (*self._encoded, self._layout, self._fill)
+
+
 def _repeated(values: Tensor, layout: Layout) -> _Encoded | None:
     """Return what `_encoded` does if the values are one, or one a row, or nearly all 0; else None."""
     bits = values.contiguous().view(_INTEGERS[values.element_size()])  # -0.0 is not 0.0, and NaN is itself
@@ -435,7 +545,7 @@ def _repeated(values: Tensor, layout: Layout) -> _Encoded | None:
         low, high = bits.aminmax()
         if low == high:
             return "all", *tensor_to_numpy(values[:1]), None
-        if torch.equal(bits, layout.spread(bits[firsts])):
+        if _is_one_a_row(bits, bits[firsts], layout):
             return "row", *tensor_to_numpy(values[firsts]), None
     if 16 * int(torch.count_nonzero(bits[:_SAMPLE])) < len(bits[:_SAMPLE]) and len(values) < 1 << 31:
         places = bits.nonzero().squeeze(1)
@@ -443,6 +553,16 @@ def _repeated(values: Tensor, layout: Layout) -> _Encoded | None:
             kept = np.concatenate([places.int().numpy().view(np.uint8), bits[places].numpy().view(np.uint8)])
             return "rare", kept, None, values.dtype
     return None
+
+
+def _is_one_a_row(values: Tensor, by_row: Tensor, layout: Layout) -> bool:
+    """Whether every row has its one value throughout; looks at some rows at a time, to make nothing large."""
+    blocks = torch.searchsorted(layout.offsets, torch.arange(0, layout.total, _BLOCK)).tolist() + [len(layout)]
+    for first, last in zip(blocks, blocks[1:], strict=False):
+        begin, end = int(layout.offsets[first]), int(layout.offsets[last])
+        if not torch.equal(values[begin:end], layout.slice(first, last).spread(by_row[first:last])):
+            return False
+    return True
 
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -468,7 +588,11 @@ def _decoded(encoded: _Encoded, layout: Layout) -> Tensor:
 
 
 # Several columns at once: each layout is worked out once, and columns that shared a layout share the new one.
-def _map_columns(columns: Mapping[str, Ragged], change: _Change) -> dict[str, Ragged]:
+_LONG_ROWS = 64
+"""Tokens a row from which on rows are copied one by one: it takes no index of every token."""
+
+
+def _map_columns(columns: Mapping[str, Ragged], change: Callable[[Layout], _Change]) -> dict[str, Ragged]:
     done: dict[int, Ragged] = {}
     change = cache(change)
 
@@ -483,8 +607,9 @@ def _map_columns(columns: Mapping[str, Ragged], change: _Change) -> dict[str, Ra
 def select_columns(columns: Mapping[str, Ragged], idx: Tensor) -> dict[str, Ragged]:
     """Rows ``idx`` of every column, copied."""
     idx = torch.as_tensor(idx, dtype=torch.int64)
+    rows = idx.cpu().numpy()
 
-    def change(layout: Layout) -> tuple[Layout, Callable[[Tensor], Tensor]]:
+    def change(layout: Layout) -> _Change:
         local = idx.to(layout.starts.device)
         chosen = layout.select(local)
 
@@ -495,9 +620,11 @@ def select_columns(columns: Mapping[str, Ragged], idx: Tensor) -> dict[str, Ragg
         def values(old: Tensor) -> Tensor:
             if _is_constant(old):
                 return old[:1].expand(chosen.total)
+            if old.device.type == "cpu" and not old.requires_grad and chosen.total > _LONG_ROWS * len(rows) > 0:
+                return _Gather([Ragged(old, layout)], rows).values
             return old.index_select(0, positions().to(old.device))
 
-        return chosen, values
+        return _Change(chosen, values, rows)
 
     return _map_columns(columns, change)
 
@@ -505,30 +632,34 @@ def select_columns(columns: Mapping[str, Ragged], idx: Tensor) -> dict[str, Ragg
 def slice_columns(columns: Mapping[str, Ragged], first: int, last: int) -> dict[str, Ragged]:
     """Rows [first, last) of every column, as views."""
 
-    def change(layout: Layout) -> tuple[Layout, Callable[[Tensor], Tensor]]:
+    def change(layout: Layout) -> _Change:
         begin, end, _ = slice(first, last).indices(len(layout))
         end = max(begin, end)
         first_token, last_token = int(layout.offsets[begin]), int(layout.offsets[end])
-        return layout.slice(begin, end), lambda old: old[first_token:last_token]
+        return _Change(layout.slice(begin, end), lambda old: old[first_token:last_token])
 
     return _map_columns(columns, change)
 
 
-def cat_columns(parts: Sequence[Mapping[str, Ragged]]) -> dict[str, Ragged]:
-    """Join the rows of all parts column by column; every part holds the same names. Fill of the first part."""
+def cat_columns(parts: Sequence[Mapping[str, Ragged]], later: bool = False) -> dict[str, Ragged]:
+    """Join the rows of all parts column by column; every part holds the same names. Fill of the first part.
+
+    Args:
+        later: copy the values when they are first read; nothing may write to those of the parts until then.
+    """
     layouts = cache(lambda *layouts: Layout.cat(layouts))
     done: dict[tuple[int, ...], Ragged] = {}
 
     def joined(pieces: list[Ragged]) -> Ragged:
         key = tuple(map(id, pieces))
         if key not in done:
-            done[key] = _joined(pieces, layouts(*(piece.layout for piece in pieces)), joined)
+            done[key] = _joined(pieces, layouts(*(piece.layout for piece in pieces)), joined, later)
         return done[key]
 
     return {name: joined([part[name] for part in parts]) for name in parts[0]}
 
 
-def _joined(pieces: list[Ragged], layout: Layout, joined: Callable[[list[Ragged]], Ragged]) -> Ragged:
+def _joined(pieces: list[Ragged], layout: Layout, joined: Callable[[list[Ragged]], Ragged], later: bool) -> Ragged:
     """One column of several; those that are derived stay so."""
     if all(isinstance(piece, CountedPositions) for piece in pieces):
         return CountedPositions(layout)
@@ -540,12 +671,14 @@ def _joined(pieces: list[Ragged], layout: Layout, joined: Callable[[list[Ragged]
     if all(_is_constant(v) and v.dtype == one.dtype and v.device == one.device for v in values):
         if all(torch.equal(v[:1], one) for v in values):
             return Ragged(one.expand(layout.total), layout, pieces[0].fill)
+    if later and (gathered := GatheredRows.of(pieces, layout)):
+        return gathered
     return Ragged(torch.cat(values), layout, pieces[0].fill)
 
 
 def move_columns(columns: Mapping[str, Ragged], device: torch.device | str) -> dict[str, Ragged]:
     """Every column on ``device``."""
-    return _map_columns(columns, lambda layout: (layout.to(device), lambda old: old.to(device)))
+    return _map_columns(columns, lambda layout: _Change(layout.to(device), lambda old: old.to(device)))
 
 
 # -- Which tensor columns of an RL batch are ragged, and in which window ---------------------------------------------

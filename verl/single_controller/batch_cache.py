@@ -20,8 +20,18 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from torch import Tensor
 
-from verl.batch.ragged import WINDOWS, CountedPositions, JoinedTokens, Layout, Ragged, cat_columns, select_columns
+from verl.batch.ragged import (
+    WINDOWS,
+    CountedPositions,
+    EncodedColumn,
+    JoinedTokens,
+    Layout,
+    Ragged,
+    cat_columns,
+    select_columns,
+)
 from verl.protocol import DataProto, DataProtoError
 
 Key = tuple[int, str]
@@ -90,8 +100,8 @@ class SentColumn(NamedTuple):
     """A column on its way to a rank: the rows that the rank does not have."""
 
     key: Key
-    new: Ragged | None
-    """Rows ``rows``; None: the rank has all it needs."""
+    new: Ragged | EncodedColumn | None
+    """Rows ``rows``, a `Ragged` where it arrives; None: the rank has all it needs."""
     rows: np.ndarray | None
 
 
@@ -133,13 +143,12 @@ class _Known:
 
     def __init__(self, key: Key, column: Ragged, on_end: Callable[[Any], None]):
         self.key, self.layout, self.fill = key, column.layout, column.fill
-        self.values, self.version = weakref.ref(column.values, on_end), column.values._version
+        self.anchor, self.version = weakref.ref(column.anchor, on_end), column.version
         self.rows: dict[int, np.ndarray] = {}
         """Rank -> row numbers, in the order in which the rank holds them."""
 
     def is_of(self, column: Ragged) -> bool:
-        values = column.values
-        same = self.values() is values and self.version == values._version and self.fill == column.fill
+        same = self.anchor() is column.anchor and self.version == column.version and self.fill == column.fill
         return same and self.layout == column.layout
 
 
@@ -159,7 +168,7 @@ class BatchLedger:
 
     def release(self) -> None:
         """Let all ranks drop all columns, with the next call that each gets."""
-        self._known: dict[int, _Known] = {}  # by id of the tensor
+        self._known: dict[int, _Known] = {}  # by id of the anchor
         self._pending: set[int] = set()
         self._ended: deque[int] = deque()
 
@@ -167,11 +176,11 @@ class BatchLedger:
         """Return the requests as they are sent: of every `BatchPart` what its rank lacks."""
         while self._ended:  # by finalizers, which may run at any time
             number = self._ended.popleft()
-            if number in self._known and self._known[number].values() is None:
+            if number in self._known and self._known[number].anchor() is None:
                 del self._known[number]
         memo: dict[tuple, Any] = {}
         taken: dict[int, DataProto] = {}
-        batches: dict[int, tuple[DataProto, tuple[bytes, list[bytearray]]]] = {}
+        batches: dict[int, tuple[DataProto, tuple[bytes, list[bytearray]], dict[str, EncodedColumn | None]]] = {}
         encoded, holders = [], set()
         for request in requests:
 
@@ -184,7 +193,7 @@ class BatchLedger:
                     return taken[id(value)]
                 holders.add(rank)
                 if id(value.data) not in batches:
-                    batches[id(value.data)] = _packed(value.data), self._pickled(value.data.meta_info)
+                    batches[id(value.data)] = _packed(value.data), self._pickled(value.data.meta_info), {}
                 return self._sent(value, rank, memo, *batches[id(value.data)])
 
             args = tuple(map(one, request.args))
@@ -209,7 +218,7 @@ class BatchLedger:
             return
         for name in set.intersection(*(set(output.names) for output in kept.values())):
             column = result._ragged.get(name)
-            if type(column) is Ragged and (known := self._add((call.number, name), column)):
+            if isinstance(column, Ragged) and (known := self._add((call.number, name), column)):
                 known.rows = {rank: call.rows[rank] for rank in kept}
 
     def _pickled(self, meta_info: dict[str, Any]) -> tuple[bytes, list[bytearray]]:
@@ -218,7 +227,13 @@ class BatchLedger:
         return stream, [bytearray(array.raw()) for array in arrays]
 
     def _sent(
-        self, part: BatchPart, rank: int, memo: dict, data: DataProto, meta_info: tuple[bytes, list[bytearray]]
+        self,
+        part: BatchPart,
+        rank: int,
+        memo: dict,
+        data: DataProto,
+        meta_info: tuple[bytes, list[bytearray]],
+        whole: dict[str, EncodedColumn | None],
     ) -> SentBatch:
         if part.call.number is None:
             part.call.number = next(self._numbers)
@@ -236,7 +251,7 @@ class BatchLedger:
         # ranks of one data-parallel rank that hold the same share one message
         same = (id(part), *(id(rows) for rows in held.values()))
         if same not in memo:
-            memo[same] = self._made(part._replace(data=data), known, held, counted, joined, meta_info)
+            memo[same] = self._made(part._replace(data=data), known, held, counted, joined, meta_info, whole)
         message, after = memo[same]
         for name, rows in after.items():
             known[name].rows[rank] = rows
@@ -250,6 +265,7 @@ class BatchLedger:
         counted: Mapping[str, Ragged],
         joined: Mapping[str, tuple[str, str]],
         meta_info: tuple[bytes, list[bytearray]],
+        whole: dict[str, EncodedColumn | None],
     ) -> tuple[SentBatch, dict[str, np.ndarray]]:
         """Return the message, and the rows of each column that the rank holds once it has it."""
         data, rows = part.data, part.rows
@@ -259,7 +275,10 @@ class BatchLedger:
         columns = {}
         for name, column in known.items():
             have = held[name]
-            lacking = needed if have is None else needed[~np.isin(needed, have)]
+            if have is not None and np.array_equal(have, needed):
+                lacking = needed[:0]
+            else:
+                lacking = needed if have is None else needed[~np.isin(needed, have)]
             columns[name] = SentColumn(column.key, None, None)
             if not len(lacking):
                 continue
@@ -267,9 +286,7 @@ class BatchLedger:
             names.append(name)
             after[name] = lacking if have is None else np.concatenate([have, lacking])
         for lacking, names in missing.values():
-            chosen = {name: data._ragged[name] for name in names}
-            if len(lacking) < len(data):
-                chosen = select_columns(chosen, torch.from_numpy(lacking))
+            chosen = self._rows(data, names, lacking, whole)
             columns |= {name: SentColumn(known[name].key, column, lacking) for name, column in chosen.items()}
         rest = data.select([name for name in data.keys() if name not in {*known, *counted, *joined}], meta_info_keys=())
         rest = rest.select_idxs(rows)
@@ -282,16 +299,37 @@ class BatchLedger:
         assert part.call.number is not None
         return SentBatch(rows, part.own, columns, like, dict(joined), rest, meta_info, part.call.number), after
 
+    @staticmethod
+    def _rows(
+        data: DataProto, names: list[str], rows: np.ndarray, whole: dict[str, EncodedColumn | None]
+    ) -> dict[str, Ragged | EncodedColumn]:
+        """The rows of these columns, whose values are looked through once for all ranks."""
+        if len(rows) == len(data):
+            return {name: data._ragged[name] for name in names}
+        for name in names:
+            if name not in whole:
+                whole[name] = EncodedColumn.of(data._ragged[name])
+        others = {name: data._ragged[name] for name in names if whole[name] is None}
+        chosen: dict[str, Ragged | EncodedColumn] = {**select_columns(others, torch.from_numpy(rows))}
+        layouts: dict[int, Layout] = {}
+        for name in names:
+            if (column := whole[name]) is not None:
+                layout = data._ragged[name].layout
+                if id(layout) not in layouts:
+                    layouts[id(layout)] = layout.select(torch.from_numpy(rows))
+                chosen[name] = column.select(rows, layouts[id(layout)])
+        return chosen
+
     def _find(self, name: str, column: Ragged) -> _Known | None:
-        known = self._known.get(id(column.values))
+        known = self._known.get(id(column.anchor))
         return known if known is not None and known.is_of(column) else self._add((next(self._numbers), name), column)
 
     def _add(self, key: Key, column: Ragged) -> _Known | None:
         """A new column, which no rank has; None if changes to it could not be seen."""
-        values, ended = column.values, self._ended
-        if values.is_inference() or values.device.type != "cpu":
+        anchor, ended = column.anchor, self._ended
+        if isinstance(anchor, Tensor) and (anchor.is_inference() or anchor.device.type != "cpu"):
             return None
-        number = id(values)
+        number = id(anchor)
         self._known[number] = known = _Known(key, column, lambda _: ended.append(number))
         return known
 
@@ -307,7 +345,11 @@ def _parts_of(column: Ragged, columns: Mapping[str, Ragged]) -> tuple[str, str] 
         return None
     names = []
     for part in (column.prompt, column.response):
-        found = [n for n, c in columns.items() if type(c) is Ragged and c.values is part.values]
+        found = [
+            n
+            for n, c in columns.items()
+            if not isinstance(c, JoinedTokens | CountedPositions) and c.anchor is part.anchor
+        ]
         names += [n for n in found if columns[n].layout == part.layout][:1]
     return (names[0], names[1]) if len(names) == 2 else None
 
@@ -354,7 +396,7 @@ class BatchCache:
             return output
         names = []
         for name, column in output._ragged.items():
-            if type(column) is Ragged and column.fill != "position":
+            if not isinstance(column, CountedPositions | JoinedTokens) and column.fill != "position":
                 values = column.values.detach().cpu()
                 values = values.clone() if values.is_inference() else values
                 layout = column.layout if column.layout.starts.device.type == "cpu" else column.layout.to("cpu")
@@ -388,6 +430,7 @@ class BatchCache:
                     "it too: change a copy, ragged(name).values.clone(), or the padded form, batch.batch[name]."
                 )
             if new is not None and rows is not None:
+                assert isinstance(new, Ragged)
                 if held is not None:
                     new = cat_columns([{"": held.column}, {"": new}])[""]
                     rows = np.concatenate([held.rows, rows])

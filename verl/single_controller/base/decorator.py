@@ -351,7 +351,8 @@ def collect_rows(group, outputs, mesh_name: str | None = None):
     outputs = [outputs[rank] for rank in group.mesh(mesh_name).sources]
     if not all(isinstance(output, DataProto) for output in outputs):
         return outputs
-    return outputs[0] if len(outputs) == 1 else DataProto.concat(outputs)
+    # they are of no one else: what the driver does not read is never copied
+    return outputs[0] if len(outputs) == 1 else DataProto._concat(outputs, later=True)
 
 
 def _refuse_direct_call(group, *args, **kwargs):
