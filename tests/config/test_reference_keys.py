@@ -15,7 +15,7 @@ from verl.config.env import EnvConfig
 from verl.config.megatron import RECOMPUTE, MegatronConfig
 from verl.config.ppo import PPOConfig
 from verl.config.profiler import GlobalProfilerConfig, ProfilerConfig
-from verl.config.reward import JudgeConfig, RewardSandboxConfig
+from verl.config.reward import JudgeConfig, RewardRouterConfig, RewardSandboxConfig
 from verl.config.trainer import DeadlinesConfig, HealthConfig
 from verl.config.tree import flatten
 
@@ -74,6 +74,8 @@ ray_init.env ray_init.include_dashboard ray_init.object_store_memory_mb
 reward_model.model.fsdp_config.mixed_precision reward_model.model.fsdp_config.model_dtype
 reward_model.model.fsdp_config.offload_policy reward_model.model.fsdp_config.optimizer_offload
 reward_model.model.fsdp_config.wrap_policy.transformer_layer_cls_to_wrap
+reward_model.server_host reward_model.server_urls reward_model.enable_resource_pool reward_model.nnodes
+reward_model.n_gpus_per_node reward_model.rollout reward_model.use_reward_loop
 reward_model.on_error reward_model.reward_kwargs reward_model.by_source reward_model.max_errors reward_model.self_test
 actor_rollout_ref.model.lora_adapter_path actor_rollout_ref.rollout.lora_sync critic.model.exclude_modules
 critic.model.lora_adapter_path
@@ -131,6 +133,7 @@ NEW_KEYS += [
 NEW_KEYS += [f"trainer.{name}" for name in ("on_nonfinite", "dump_steps", "rollout_data_tokens")]
 NEW_KEYS += [f"actor_rollout_ref.rollout.canary_{name}" for name in ("prompts", "tolerance")]
 NEW_KEYS += [f"reward_model.judge.{name}" for name in JudgeConfig()]
+NEW_KEYS += [f"reward_model.router.{name}" for name in RewardRouterConfig()]
 NEW_KEYS += [
     f"actor_rollout_ref.rollout.multi_turn.{name}"
     for name in (

@@ -110,7 +110,7 @@ def test_the_page_lists_what_is_not_built():
         (f"{O}.disaggregation.enabled=True", "prefill and decoding on different devices"),
         (f"{O}.full_determinism=true", "full determinism"),
         (f"{O}.full_determinism=1", "full determinism"),
-        ("reward_model.enable_resource_pool=true", "devices of the reward model's own"),
+        ("reward.reward_model.enable_resource_pool=true", "devices of the reward model's own, in the section reward"),
         (f"{A}.megatron.use_megatron_fsdp=true", "Megatron's sharding of weights by FSDP"),
         (f"{A}.optim.use_precision_aware_optimizer=true", "formats of Megatron's optimizer"),
         ("critic.fsdp.qat.enable=true", "quantization-aware training"),
@@ -347,8 +347,7 @@ def test_a_name_that_many_sections_have_is_no_hint():
     assert "did you mean" not in str(error.value)
 
 
-@pytest.mark.parametrize("key", ["reward_model.rollout.name", "reward.reward_model.rollout.n", f"{A}.qat.mode",
-                                 "reward_model.rollout.nane"])  # fmt: skip
+@pytest.mark.parametrize("key", ["reward.reward_model.rollout.n", f"{A}.qat.mode", f"{A}.qat.nane"])
 def test_a_key_of_another_release_is_never_guessed_at(key):
     assert locate(PPOConfig, key).kind == "unknown"
     assert "did you mean" not in verdict(key, "x").text

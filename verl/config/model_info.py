@@ -409,7 +409,7 @@ def _teachers_share_the_vocabulary(config: PPOConfig) -> Iterator[Problem]:
 
 
 def _reward_model_scores(config: PPOConfig) -> Iterator[Problem]:
-    model = shape_of(config, "reward_model") if config.reward_model.enable else None
+    model = shape_of(config, "reward_model") if config.reward_model.uses_engine else None
     if model is not None and model.architecture and not model.architecture.endswith(_LISTS_LABELS):
         text = (
             f"is of {model.architecture}, not a reward model: its scores would be random numbers. Name a sequence or "
@@ -479,7 +479,7 @@ def _roles(config: PPOConfig) -> list[str]:
         "actor",
         *["ref"] * own_ref,
         *["critic"] * config.uses_critic,
-        *["reward_model"] * config.reward_model.enable,
+        *["reward_model"] * config.reward_model.uses_engine,
     ]
 
 

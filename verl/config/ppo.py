@@ -324,11 +324,13 @@ class PPOConfig(Config):
     def processes_beside(self) -> dict[str, int]:
         """Who -> processes in addition to those of ``trainer``."""
         found = {"rollout": self.rollout_beside, "teachers": sum(self.teacher_processes)}
+        found["reward model"] = sum(self.reward_model.own_processes)
         return {name: count for name, count in found.items() if count}
 
     def world_size_of(self, role: Any) -> int:
         """Workers of a role's section."""
         own = sum(self.teacher_processes) if isinstance(role, TeacherConfig) else 0
+        own = sum(role.own_processes) if isinstance(role, RewardModelConfig) else own
         return own or self.trainer.world_size
 
     def dp_size(self, role: Any) -> int:

@@ -4,10 +4,13 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 from verl.batch import MicroBatching
-from verl.config.base import Config, ReadIf, option, read_if, section
+from verl.config.base import Config, Problem, ReadIf, option, plain, read_if, section
+from verl.config.distillation import _UNREAD_INFERENCE
 from verl.config.engine import DeepSpeedConfig, FSDPConfig, Strategy
 from verl.config.megatron import MegatronConfig
 from verl.config.profiler import ProfilerConfig
+from verl.config.rollout import RolloutConfig
+from verl.config.tree import build
 
 
 @dataclass
@@ -145,6 +148,32 @@ class JudgeConfig(Config):
 
 
 @dataclass
+class RewardRouterConfig(Config):
+    """Between reward functions and the servers of a reward model or judge."""
+
+    server: Literal["vllm", "sglang"] = "vllm"
+    """Protocol of the servers of a classifier (``reward_model.enable=true``)."""
+
+    model: str | None = None
+    """Name of the model at the servers, for requests that name none. Null: the first one that they list."""
+
+    api_key_env: str = "VERL_REWARD_API_KEY"
+    """Environment variable that holds the key of the servers, if they want one. The key itself stands in no file."""
+
+    max_concurrent: int = option(64, above=0)
+    """Requests under way at a time."""
+
+    requests_per_minute: float | None = option(None, above=0)
+    """Requests begun in a minute. Null: no limit."""
+
+    timeout_s: float = option(300.0, above=0)
+    """Seconds a server may take for an answer."""
+
+    tries: int = option(5, above=0)
+    """Requests for one answer: one more, at another server, after each that failed for now or was too slow."""
+
+
+@dataclass
 class RewardModelModelConfig(Config):
     """Model that scores whole responses."""
 
@@ -184,6 +213,36 @@ class RewardModelConfig(Config):
     """Score responses with a model: ``rm_scores``, which the built-in managers give out as rewards. Validation rows
     whose ``reward_model`` has another ``style`` than ``model`` are scored by function all the same. False: with
     functions only."""
+
+    enable_resource_pool: bool = False
+    """Devices of its own for the reward model, or for the judge of ``rollout``: ``nnodes`` x ``n_gpus_per_node``.
+    False: it takes turns with the policy on the devices of training."""
+
+    nnodes: int = option(0, read_if("enable_resource_pool"), at_least=0)
+    """Nodes that only it uses."""
+
+    n_gpus_per_node: int = option(0, read_if("enable_resource_pool"), at_least=0)
+    """Devices of each such node."""
+
+    rollout: dict[str, Any] = option({})
+    """With ``enable_resource_pool`` and ``enable=false``: run ``model.path``, a language model, as a judge in a rollout
+    engine behind a server; keys of ``actor_rollout_ref.rollout`` such as name, tensor_model_parallel_size, dtype,
+    prompt_length, response_length, gpu_memory_utilization, engine_kwargs. A reward function asks it by its argument
+    ``reward_router_address``. Empty: there is none."""
+
+    server_host: str = option("127.0.0.1", read_if("enable_resource_pool"))
+    """Address on which the judge of ``rollout`` listens; the driver must reach it."""
+
+    server_urls: str | list[str] = option([])
+    """Base URLs of servers that run already, ``http://HOST:PORT``. With ``enable=false`` a judge: a reward function
+    asks it by its argument ``reward_router_address``. With ``enable=true`` a classifier with one output, of vLLM
+    (``--runner pooling``) or SGLang, whose tokenizer is that of ``model.path``. Empty: it runs here."""
+
+    router: RewardRouterConfig = section(RewardRouterConfig)
+    """Limits and retries of requests to these servers."""
+
+    use_reward_loop: bool = True
+    """Score responses one by one as they end. False: when the batch is whole, as ``sandbox.while_generating=false``."""
 
     strategy: Strategy = "fsdp"
     """Engine of the reward model, as ``actor.strategy``."""
@@ -257,6 +316,45 @@ class RewardModelConfig(Config):
     max_errors: int | None = option(None, at_least=0)
     """Failed samples of the run that are borne; one more stops it. Null: none with ``on_error=stop``, any number
     otherwise. With ``on_error=stop`` those that are borne are dropped."""
+
+    @property
+    def urls(self) -> list[str]:
+        """``server_urls``, always as a list."""
+        return [self.server_urls] if isinstance(self.server_urls, str) else list(self.server_urls)
+
+    @property
+    def runs_judge(self) -> bool:
+        """Does this run have a judge of its own, in a rollout engine?"""
+        is_asked = self.enable_resource_pool and not self.enable and not self.server_urls
+        return is_asked and bool(self.rollout.get("name"))
+
+    @property
+    def asks_servers(self) -> bool:
+        """Do requests go to servers, through the router?"""
+        return bool(self.server_urls) or self.runs_judge
+
+    @property
+    def uses_engine(self) -> bool:
+        """Does a classifier score in the training engine?"""
+        return self.enable and not self.server_urls
+
+    @property
+    def own_processes(self) -> list[int]:
+        """Processes that only it uses, by node; none where it takes turns with the policy, or is elsewhere."""
+        has_own = self.enable_resource_pool and (self.uses_engine or self.runs_judge)
+        return [self.n_gpus_per_node] * self.nnodes if has_own else []
+
+    def engine_options(self, problems: list[Problem] | None = None) -> Any:
+        """Options of the rollout engine of ``rollout``, a RolloutConfig; what is wrong goes to ``problems``."""
+        base = RolloutConfig(
+            load_format="auto",
+            free_cache_engine=False,
+            tensor_model_parallel_size=1,
+            prompt_length=2048,
+            response_length=2048,
+        )
+        given = {name: value for name, value in plain(self.rollout).items() if name not in _UNREAD_INFERENCE}
+        return build(base, given, "reward_model.rollout", [] if problems is None else problems)
 
     @property
     def sharding(self) -> FSDPConfig | MegatronConfig:

@@ -426,6 +426,9 @@ def _rewards(config: PPOConfig, table: RowTable, found: Preview, limits: Limits)
     if rm.reward_manager not in MANAGERS:
         found.note(f"reward_model.reward_manager={rm.reward_manager} is not tried: it is a user-defined manager.")
         return
+    if rm.runs_judge:
+        found.note("Scores of a judge that the run starts (reward_model.rollout) are not tried here.")
+        return
     if rm.enable:
         found.note("Scores of a reward model (reward_model.enable=true) are not tried here; those of functions are.")
         if not config.custom_reward_function.path:

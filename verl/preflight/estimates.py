@@ -175,7 +175,7 @@ def _scoring(config: PPOConfig) -> Iterator[Number]:
         passes.append(("ref log-probs", REF, shared.ref.log_prob_split, shared.ref, "log_prob_"))
     if config.uses_critic:
         passes.append(("values", "critic", config.critic.forward_split, config.critic, "forward_"))
-    if config.reward_model.enable:
+    if config.reward_model.uses_engine:
         passes.append(("reward model", RM, config.reward_model.forward_split, config.reward_model, "forward_"))
     for name, key, split, section, prefix in passes:
         rows = -(-config.prompts_per_update * shared.rollout.n // config.dp_size(section))

@@ -14,7 +14,7 @@ import struct
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
@@ -214,6 +214,17 @@ def signature_of(parameters: list | None) -> inspect.Signature | None:
             for name, kind, default, annotation in parameters
         ]
     )
+
+
+TOKENIZER = "reward_model_tokenizer"
+"""An argument of reward functions: the tokenizer of the reward model."""
+
+
+def taken_by(signature: inspect.Signature, names: Iterable[str]) -> list[str]:
+    """Those of ``names`` that a function takes as keywords."""
+    parameters = signature.parameters
+    takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    return [name for name in names if takes_any or name in parameters]
 
 
 def name_of(function: Any) -> str:

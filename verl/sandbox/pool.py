@@ -23,7 +23,7 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
-from verl.sandbox.messages import BadFrame, FrameReader, framed, signature_of, start_child, without_keys
+from verl.sandbox.messages import BadFrame, FrameReader, framed, signature_of, start_child, taken_by, without_keys
 from verl.sandbox.outcomes import Failure, NotCalled, Outcome, SandboxError, Scored
 from verl.sandbox.supervisor import MIB, Limits, descendants, end, outcome_of
 
@@ -234,6 +234,8 @@ class Source:
     path: str
     name: str
     reward_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    offered: Mapping[str, Any] = field(default_factory=dict)
+    """Arguments of every call for a function that names them, or takes any; of `TOKENIZER` the folder."""
 
 
 class Pool:
@@ -268,6 +270,7 @@ class Pool:
             "path": source.path,
             "name": source.name,
             "reward_kwargs": dict(source.reward_kwargs),
+            "offered": dict(source.offered),
             "limits": limits,
             "max_concurrent": max_concurrent,
         }
@@ -662,7 +665,8 @@ class SandboxedFunction:
 
     def __init__(self, pool: Pool, timeout_s: float = 60.0, batch_timeout_s: float = 600.0):
         self.pool, self.timeout_s, self.batch_timeout_s = pool, timeout_s, batch_timeout_s
-        self.keywords = dict(pool.source.reward_kwargs)
+        source = pool.source
+        self.keywords = dict(source.reward_kwargs)
         self._begun: dict[bytes, deque[tuple[int, Future]]] = {}
         self._begun_lock = threading.Lock()  # calls are begun in other threads
         self._round = 0
@@ -673,6 +677,7 @@ class SandboxedFunction:
         signature = signature_of(description["parameters"])
         if signature is not None:
             self.__signature__ = signature
+            self.keywords |= {name: source.offered[name] for name in taken_by(signature, source.offered)}
 
     def rows(
         self, calls: Sequence[tuple[tuple, dict[str, Any]]], bear: int | None = None
@@ -764,10 +769,19 @@ def sandboxed(source: Source, limits: Limits, workers: int, start_timeout_s: flo
         path = Path(source.path).expanduser().resolve()
         if not path.is_file():
             raise FileNotFoundError(f"No Python file at {source.path!r} (looked for {path}).")
-        source = Source(str(path), source.name, source.reward_kwargs)
+        source = Source(str(path), source.name, source.reward_kwargs, source.offered)
         # an edited file gets a new pool: processes keep the module they have imported
         stamp = (path, path.stat().st_mtime_ns, path.stat().st_size)
-    key = (stamp, source.name, repr(source.reward_kwargs), limits, workers, repr(options), os.getpid())
+    key = (
+        stamp,
+        source.name,
+        repr(source.reward_kwargs),
+        repr(source.offered),
+        limits,
+        workers,
+        repr(options),
+        os.getpid(),
+    )
     pool = _POOLS.get(key)
     if pool is None:
         pool = _POOLS[key] = Pool(source, limits, workers, start_timeout_s, **options)

@@ -16,10 +16,10 @@ import signal
 import socket
 import sys
 import zlib
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Mapping
 from typing import Any
 
-from verl.sandbox.messages import LONGEST, describe, encode, framed, receive
+from verl.sandbox.messages import LONGEST, TOKENIZER, describe, encode, framed, receive, taken_by
 from verl.sandbox.outcomes import Failure, Outcome, Scored, scored, scored_batch
 from verl.sandbox.supervisor import Limits, enter
 from verl.utils.import_utils import load_extern_type
@@ -44,9 +44,25 @@ def main() -> None:
         failure = Failure.of(error)
         worker.send({"failed": type(error).__name__, "cause": str(error), "trace": failure.trace})
         return
-    worker.kwargs = setup["reward_kwargs"]
+    worker.kwargs = setup["reward_kwargs"] | offered_to(worker.function, setup["offered"])
     worker.send({"ready": describe(worker.function), "missing": missing})
     worker.serve()
+
+
+def offered_to(function: Callable, offered: Mapping[str, Any]) -> dict[str, Any]:
+    """Those of the offered arguments that a function takes; the tokenizer is loaded from its folder."""
+    if not offered:
+        return {}
+    try:
+        names = taken_by(inspect.signature(function), offered)
+    except (TypeError, ValueError):  # builtins may not tell
+        return {}
+    found = {name: offered[name] for name in names}
+    if TOKENIZER in found:
+        from verl.utils.tokenizer import hf_tokenizer  # transformers, which no other function needs
+
+        found[TOKENIZER] = hf_tokenizer(found[TOKENIZER])
+    return found
 
 
 class Worker:

@@ -148,7 +148,7 @@ def scoring_roles(config: PPOConfig) -> Iterator[tuple[str, str, bool, int]]:
         teacher = config.distillation.teacher
         dynamic, ranks = teacher.log_prob_use_dynamic_bsz, config.dp_size(teacher)
         yield f"{TEACHER}.{log_probs[0]}", f"{TEACHER}.{log_probs[1]}", dynamic, ranks
-    if config.reward_model.enable:
+    if config.reward_model.uses_engine:
         ranks, dynamic = config.dp_size(config.reward_model), config.reward_model.use_dynamic_bsz
         yield f"{RM}.micro_batch_size", f"{RM}.forward_max_token_len_per_gpu", dynamic, ranks
 
@@ -159,7 +159,7 @@ def models(config: PPOConfig) -> dict[str, Role]:
     sections: dict[str, Role] = {ACTOR: shared.actor}
     sections |= {REF: shared.ref} if config.uses_reference else {}
     sections |= {"critic": config.critic} if config.uses_critic else {}
-    sections |= {"reward_model": config.reward_model} if config.reward_model.enable else {}
+    sections |= {"reward_model": config.reward_model} if config.reward_model.uses_engine else {}
     sections |= {TEACHER: config.distillation.teacher} if config.distillation.uses_training_engine else {}
     return sections
 

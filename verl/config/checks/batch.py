@@ -195,7 +195,7 @@ def micro_batch_size_or_token_budget_unused(config: PPOConfig, is_given: IsGiven
         ),
     ]
     rm = config.reward_model
-    if rm.enable:
+    if rm.uses_engine:
         cuts.append((rm.use_dynamic_bsz, f"{RM}.micro_batch_size_per_gpu", f"{RM}.forward_max_token_len_per_gpu"))
     # of each pass one of the two options is read, as its switch says
     by_tokens = [size for dynamic, size, _ in cuts if dynamic]
@@ -334,7 +334,7 @@ def batch_plan(config: PPOConfig) -> str:
         scored.append(("reference log-probs", shared.ref.log_prob_split, config.dp_size(shared.ref)))
     if config.uses_critic:
         scored.append(("values", config.critic.forward_split, config.dp_size(config.critic)))
-    if config.reward_model.enable:
+    if config.reward_model.uses_engine:
         scored.append(("reward model", config.reward_model.forward_split, config.dp_size(config.reward_model)))
     lines += [
         f"{what}: {rows} rows on {counted(ranks, 'rank')}, {_each(rows, ranks, split)}, "

@@ -1,6 +1,7 @@
 """Validators of rewards and their shaping."""
 
 from collections.abc import Iterator, Mapping
+from urllib.parse import urlsplit
 
 from verl.config.base import Problem, get_path
 from verl.config.checks.base import (
@@ -156,6 +157,55 @@ def judge_scores_ordered(config: PPOConfig) -> Iterator[Problem]:
         yield problem(config, f"{key}.highest", text, f"{key}.lowest")
 
 
+@validator("error")
+def reward_servers_are_asked_and_reached(config: PPOConfig) -> Iterator[Problem]:
+    rm = config.reward_model
+    for url in rm.urls:
+        if urlsplit(str(url)).scheme not in ("http", "https") or not urlsplit(str(url)).hostname:
+            yield problem(config, f"{RM}.server_urls", "is no list of URLs. Write http://HOST:PORT.")
+    has_function = config.custom_reward_function.path is not None or bool(rm.by_source)
+    if rm.asks_servers and not rm.enable:
+        key = f"{RM}.server_urls" if rm.server_urls else f"{RM}.rollout"
+        if not has_function:
+            text = (
+                "has a judge, and no reward function asks it. Name one with an argument reward_router_address in "
+                f"custom_reward_function.path, or set {RM}.enable=true if it is a classifier on server_urls."
+            )
+            yield problem(config, key, text, "custom_reward_function.path")
+        if not rm.sandbox.network:
+            text = f"cuts the reward function off from the judge of {key}. Set it to true."
+            yield problem(config, f"{RM}.sandbox.network", text, key)
+    if rm.enable and rm.server_urls and not rm.model.input_tokenizer:
+        text = f"is null, and {RM}.server_urls get the conversation in the classifier's own template. Leave it out."
+        yield problem(config, f"{RM}.model.input_tokenizer", text, f"{RM}.server_urls")
+
+
+@validator("error")
+def reward_engine_has_devices(config: PPOConfig) -> Iterator[Problem]:
+    rm = config.reward_model
+    if rm.enable and rm.rollout.get("name") and not rm.server_urls:
+        text = (
+            f"names a rollout engine, which runs a judge that writes, with {RM}.enable=true, which scores with a "
+            f"classifier. For a judge set enable=false and a function that asks it (docs/reward_model.md); for a "
+            f"classifier leave rollout out, or serve it with vLLM or SGLang and give {RM}.server_urls."
+        )
+        yield problem(config, f"{RM}.rollout", text, f"{RM}.enable")
+    if rm.enable_resource_pool and (rm.uses_engine or rm.runs_judge) and not sum(rm.own_processes):
+        text = (
+            f"has {RM}.nnodes={rm.nnodes} x {RM}.n_gpus_per_node={rm.n_gpus_per_node} devices. Raise both to 1 or more."
+        )
+        yield problem(config, f"{RM}.enable_resource_pool", text, f"{RM}.nnodes")
+    if rm.runs_judge:
+        problems: list[Problem] = []
+        size = rm.engine_options(problems).tensor_model_parallel_size
+        yield from problems
+        if sum(rm.own_processes) % size:
+            text = (
+                f"has tensor_model_parallel_size={size}, which does not divide the {sum(rm.own_processes)} devices of "
+            )
+            yield problem(config, f"{RM}.rollout", f"{text}nnodes x n_gpus_per_node. Choose a divisor.")
+
+
 # -- Settings of rewards and their shaping without effect ------------------------------------------------------------
 
 
@@ -180,9 +230,30 @@ def reward_model_options_without_reward_model(config: PPOConfig, is_given: IsGiv
         "launch_reward_fn_async",
         "sandbox_fusion",
         "judge",
+        "server_urls",
+        "use_reward_loop",
+        *(("model", "router") if config.reward_model.asks_servers else ()),
+        *(("rollout", *_OWN_DEVICES) if config.reward_model.runs_judge else ()),
     )
     keys = [key for key in given_below(RM, config, is_given) if key.split(".")[1] not in of_functions]
     yield from unused(config, keys, is_given, "there is no reward model with reward_model.enable=false")
+
+
+_OWN_DEVICES = ("enable_resource_pool", "nnodes", "n_gpus_per_node", "server_host")
+
+
+@validator("warning")
+def reward_server_options_unused(config: PPOConfig, is_given: IsGiven) -> Iterator[Problem]:
+    rm = config.reward_model
+    if not rm.enable:
+        return
+    if not rm.server_urls:
+        keys = list(given_below(f"{RM}.router", config, is_given))
+        yield from unused(config, keys, is_given, f"there are no servers without {RM}.server_urls")
+        yield from unused(config, [f"{RM}.server_host"], is_given, "it is of a judge in a rollout engine")
+    else:
+        keys = [f"{RM}.{name}" for name in (*_OWN_DEVICES, "strategy", "micro_batch_size_per_gpu")]
+        yield from unused(config, keys, is_given, f"the reward model runs on {RM}.server_urls")
 
 
 @validator("warning")

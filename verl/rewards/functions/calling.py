@@ -21,10 +21,11 @@ from verl.rewards.scorers import (
     is_for_judge,
     rule_of,
 )
-from verl.sandbox.messages import name_of
+from verl.sandbox.messages import TOKENIZER, name_of
 from verl.sandbox.outcomes import Failure, NotCalled, Outcome, Scored, scored, scored_batch
 from verl.sandbox.pool import Pool, SandboxedFunction, Source, sandboxed
 from verl.sandbox.supervisor import Limits
+from verl.sandbox.worker import offered_to
 from verl.utils.fs import copy_to_local
 from verl.utils.import_utils import load_extern_type, split_file_name
 from verl.utils.py_functional import convert_to_regular_types, excerpt, gather_awaitables
@@ -325,7 +326,8 @@ def reward_function(
     else:
         for key, source in unique.items():
             function = load_extern_type(source.path, source.name)
-            functions[key] = functools.partial(function, **source.reward_kwargs) if source.reward_kwargs else function
+            kwargs = {**source.reward_kwargs, **offered_to(function, source.offered)}
+            functions[key] = functools.partial(function, **kwargs) if kwargs else function
     # pop: what is left are the patterns alone
     default = functions[repr(sources.pop(None))]
     if sources:
@@ -339,6 +341,7 @@ def _sources(config: Any) -> dict[str | None, Source]:
     reward_kwargs = convert_to_regular_types(section.get("reward_kwargs", None) or {})
     built_in = Source(BUILT_IN, "default_compute_score", built_in_options(config.reward_model))
     sources: dict[str | None, Source] = {}
+    offered = _offered(config)
     for pattern, place in convert_to_regular_types(config.reward_model.get("by_source", None) or {}).items():
         if built_in_rule(place) is not None:
             # the rule is in `score_as` of `built_in_options`: all patterns share these processes
@@ -350,10 +353,22 @@ def _sources(config: Any) -> dict[str | None, Source]:
                 "compute_score), builtin, or builtin:NAME for the rule of another data source."
             )
         path, name = split_file_name(place) or (place, "compute_score")
-        sources[pattern] = Source(copy_to_local(path), name)
+        sources[pattern] = Source(copy_to_local(path), name, {}, offered)
     path, name = section.get("path", None), section.get("name", None) or "compute_score"
-    sources[None] = Source(copy_to_local(path), name, reward_kwargs) if path else built_in
+    sources[None] = Source(copy_to_local(path), name, reward_kwargs, offered) if path else built_in
     return sources
+
+
+def _offered(config: Any) -> dict[str, Any]:
+    """The address of the router and the tokenizer's folder, for functions that ask a judge; empty without one."""
+    section = config.reward_model
+    if not getattr(section, "asks_servers", False) or section.enable:
+        return {}
+    from verl.rewards.router import router_of  # imports aiohttp
+
+    router = router_of(section)
+    assert router is not None, "there are servers"
+    return {"reward_router_address": router.address, TOKENIZER: copy_to_local(section.model.path)}
 
 
 def sandbox_options(config: Any) -> RewardSandboxConfig:

@@ -25,7 +25,8 @@ def begins_early(config: PPOConfig, manager: Any) -> bool:
     """Whether the reward function of a run is called while responses are generated."""
     is_asked = config.asks_reward_function and config.env.reward == "auto" and not config.env.makes_rows
     return (
-        config.reward_model.sandbox.while_generating
+        config.reward_model.use_reward_loop
+        and config.reward_model.sandbox.while_generating
         and is_asked
         and not config.actor_rollout_ref.rollout.skip_rollout
         and isinstance(manager, RuleRewardManager)

@@ -120,7 +120,13 @@ def try_reward_function(config: Any, reward_fn: Any, dataset: Any) -> Report | N
             what the manager reads.
     """
     section = config.reward_model
-    if section.self_test == "off" or section.enable or not isinstance(reward_fn, RuleRewardManager):
+    # a judge of the run's own does not answer before its workers run
+    if (
+        section.self_test == "off"
+        or section.enable
+        or section.runs_judge
+        or not isinstance(reward_fn, RuleRewardManager)
+    ):
         return None
     if config.env.reward == "environment":
         return None

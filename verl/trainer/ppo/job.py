@@ -150,7 +150,7 @@ class PPOJob:
         Raises:
             StoppedEarly: as `run`.
         """
-        with recorded_run(self.config, self.given_words), self._workers() as trainer:
+        with recorded_run(self.config, self.given_words), _reward_router(self.config), self._workers() as trainer:
             yield trainer
 
     @contextmanager
@@ -236,7 +236,7 @@ class PPOJob:
         os.environ.update({name: str(value) for name, value in config.ray_init.variables.items()})
         start_reward_functions(config)  # they load while tokenizer and data do, in the environment of the workers
         tokenizer, processor = load_tokenizer(config)
-        if config.reward_model.enable:
+        if config.reward_model.uses_engine:
             check_reward_model(config, tokenizer)
         roles = self.roles or default_roles(config)
         trainer_cls = self.trainer_cls
@@ -257,6 +257,18 @@ class PPOJob:
             val_reward_fn=load_reward_manager(config, tokenizer, num_examine=1),
             **(group_datasets(config) if config.env.makes_rows else {}),
         )
+
+
+@contextmanager
+def _reward_router(config: PPOConfig) -> Iterator[None]:
+    """At the block's end, stop the router to the servers of ``reward_model``, if there are any."""
+    try:
+        yield
+    finally:
+        if config.reward_model.asks_servers:
+            from verl.rewards.router import close_router  # imports aiohttp
+
+            close_router()
 
 
 def load_tokenizer(config: PPOConfig) -> tuple[Any, Any]:

@@ -104,7 +104,8 @@ def need_reward_model(role_worker_mapping: Any) -> bool:
     """
     if _are_roles(role_worker_mapping):
         return Role.RewardModel in role_worker_mapping
-    return bool(role_worker_mapping.reward_model.get("enable", False))
+    section = role_worker_mapping.reward_model
+    return bool(section.get("enable", False)) and not section.get("server_urls", None)
 
 
 def get_ppo_ray_runtime_env() -> dict[str, Any]:
@@ -123,6 +124,9 @@ ROLLOUT_POOL = "rollout_pool"
 
 
 TEACHER_POOL = "teacher_pool"
+
+
+REWARD_POOL = "reward_pool"
 
 
 @dataclass
@@ -181,13 +185,17 @@ def default_roles(config: Any) -> dict[Role, type]:
         roles[Role.Critic] = CriticWorker
     if need_reward_model(config):
         roles[Role.RewardModel] = RewardModelWorker
+    elif config.reward_model.runs_judge:
+        from verl.workers.reward_server import JudgeWorker  # imports aiohttp
+
+        roles[Role.RewardModel] = JudgeWorker
     if config.distillation.enabled:
         roles[Role.Teacher] = TeacherWorker
     return roles
 
 
 def default_pools(config: Any, roles: Mapping[Role, type]) -> ResourcePoolManager:
-    """One pool of all devices, shared by all roles; a rollout or teachers with devices of their own have one each."""
+    """One pool of all devices, shared by all roles; rollout, teachers and reward model may have one each."""
     config = typed_config(config)
     spec = {GLOBAL_POOL: [config.trainer.n_gpus_per_node] * config.trainer.nnodes}
     mapping = dict.fromkeys(roles, GLOBAL_POOL)
@@ -197,6 +205,9 @@ def default_pools(config: Any, roles: Mapping[Role, type]) -> ResourcePoolManage
     if Role.Teacher in roles and config.teacher_processes:
         spec[TEACHER_POOL] = config.teacher_processes
         mapping[Role.Teacher] = TEACHER_POOL
+    if Role.RewardModel in roles and config.reward_model.own_processes:
+        spec[REWARD_POOL] = config.reward_model.own_processes
+        mapping[Role.RewardModel] = REWARD_POOL
     return ResourcePoolManager(resource_pool_spec=spec, mapping=mapping)
 
 
@@ -217,7 +228,7 @@ def start_worker_groups(
     needed = {
         Role.Critic: need_critic(config),
         Role.RefPolicy: has_reference,
-        Role.RewardModel: need_reward_model(config),
+        Role.RewardModel: need_reward_model(config) or config.reward_model.runs_judge,
         Role.Teacher: config.distillation.enabled,
     }
     if needed[Role.RewardModel] and Role.RewardModel not in roles:

@@ -65,7 +65,6 @@ from verl.trainer.ppo.placement import (
     need_critic,
     need_ref_log_prob,
     need_reference_policy,
-    need_reward_model,
     ref_in_actor,
     start_worker_groups,
 )
@@ -80,7 +79,7 @@ from verl.trainer.ppo.rollout_correction import (
 )
 from verl.trainer.ppo.run_log import RunLog, texts
 from verl.trainer.ppo.step_bundle import StepRecorder
-from verl.trainer.ppo.teachers import Teachers
+from verl.trainer.ppo.teachers import Teachers, served_reward_model
 from verl.trainer.ppo.trajectories import JoinedTrajectories, resampled_by_score
 from verl.trainer.restarts import note_step
 from verl.utils.config import adopt_config, typed_config
@@ -173,7 +172,7 @@ class RayPPOTrainer(RecipeNames):
         self.row_cost = row_cost(config.actor_rollout_ref.model.path)
         self.use_reference_policy = need_reference_policy(config)
         self.ref_in_actor = ref_in_actor(config)
-        self.use_rm, self.teachers = need_reward_model(config), Teachers(config.distillation)
+        self.use_rm, self.teachers = config.reward_model.enable, Teachers(config.distillation)
         self.kl_ctrl_in_reward = get_kl_controller(config.algorithm.kl_ctrl)
         rollout = config.actor_rollout_ref.rollout
         self.shaping = Shaping(config.algorithm, rollout.response_length, config.data.reward_fn_key)
@@ -544,12 +543,15 @@ class RayPPOTrainer(RecipeNames):
         self.rollout_wg = groups.get(Role.Rollout)
         self.critic_wg = groups.get(Role.Critic)
         self.rm_wg, self.teacher_wg = groups.get(Role.RewardModel), groups.get(Role.Teacher)
+        if self.options.reward_model.asks_servers:
+            self.rm_wg = served_reward_model(self.options.reward_model, self.rm_wg, self.tokenizer)
         self.ref_wg = self.ref_policy_wg = groups.get(Role.RefPolicy, self.actor_wg if self.ref_in_actor else None)
         self.buffer.connect(
             self.options, self.actor_wg, self.rollout_wg, self.tokenizer, self.processor, trainer_config=self.config
         )
-        if not self.use_rm and begins_early(self.options, self.reward_fn) and self.controller.driver_host:
-            self.buffer.early_scoring = EarlyScoring(self.reward_fn, self.controller.driver_host)
+        manager, host = self.reward_fn, self.controller.driver_host
+        if host and isinstance(manager, RuleRewardManager) and not self.use_rm and begins_early(self.options, manager):
+            self.buffer.early_scoring = EarlyScoring(manager, host)
         if self.buffer.agent_loops is not None:
             self.async_rollout_mode, self.async_rollout_manager = True, self.buffer.agent_loops  # names recipes know
 

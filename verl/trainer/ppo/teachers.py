@@ -5,6 +5,7 @@ Knows columns and the ``distillation`` section; the models live in a worker grou
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Iterable
 from typing import Any
 
@@ -16,6 +17,25 @@ from verl.data.table import distinct_values
 from verl.protocol import DataProto
 from verl.trainer.ppo.experience import response_column
 from verl.workers.teacher import TEACHER_INDEX
+
+
+def served_reward_model(section: Any, group: Any, tokenizer: Any) -> Any:
+    """Connect the router of ``reward_model`` with its servers; returns what scores, as a worker group does.
+
+    Args:
+        section: ``reward_model``.
+        group: of the judge in rollout engines; None: the servers run already.
+        tokenizer: the policy's.
+    """
+    from verl.rewards.router import router_of  # imports aiohttp
+    from verl.workers.reward_server import ServedRewardModel
+
+    router = router_of(section)
+    if group is not None:
+        token = secrets.token_urlsafe(24)  # other users of this machine reach its loopback
+        router.use([address for address in group.start_server(token) if address], token)
+        return group
+    return ServedRewardModel(section, tokenizer, router) if section.enable else None
 
 
 class Teachers:

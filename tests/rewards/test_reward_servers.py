@@ -1,0 +1,170 @@
+"""Reward models and judges on servers: the router in front of them, who is asked, and what a failure says."""
+
+import asyncio
+import json
+import threading
+import urllib.error
+import urllib.request
+from contextlib import contextmanager
+from types import SimpleNamespace
+
+import pytest
+import torch
+from aiohttp import web
+
+from tests.rewards.managers.batches import TOKENIZER, batch_of
+from tests.support.composing import load_over
+from tests.support.runs import make_task, overrides, read_metrics, run_job
+from verl.config.reward import RewardModelConfig, RewardModelModelConfig, RewardRouterConfig
+from verl.rewards.router import Router, close_router, router_of
+from verl.utils.tiny_model import make_tiny_model
+from verl.workers.reward_server import RewardServerError, ServedRewardModel, score_of
+
+
+@contextmanager
+def served(answer):
+    """A server with ``answer(path, body) -> (status, fields)``; yields its URL, and the requests it gets."""
+    seen: list = []
+    loop = asyncio.new_event_loop()
+
+    async def handle(request):
+        body = await request.json() if request.can_read_body else None
+        seen.append(SimpleNamespace(path=request.path, body=body, key=request.headers.get("Authorization")))
+        status, fields = answer(request.path, body)
+        return web.json_response(fields, status=status)
+
+    async def start():
+        app = web.Application()
+        app.router.add_route("*", "/{path:.*}", handle)
+        runner = web.AppRunner(app)
+        await runner.setup()
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        return runner
+
+    thread = threading.Thread(target=loop.run_forever, daemon=True)
+    thread.start()
+    runner = asyncio.run_coroutine_threadsafe(start(), loop).result(10)
+    yield f"http://127.0.0.1:{runner.addresses[0][1]}", seen
+    asyncio.run_coroutine_threadsafe(runner.cleanup(), loop).result(10)
+    loop.call_soon_threadsafe(loop.stop)
+    thread.join(5)
+
+
+def post(address: str, path: str, body: dict) -> tuple[int, dict]:
+    request = urllib.request.Request(f"http://{address}{path}", json.dumps(body).encode())
+    try:
+        with urllib.request.urlopen(request, timeout=20) as answer:
+            return answer.status, json.load(answer)
+    except urllib.error.HTTPError as error:
+        text = error.read()
+        return error.code, json.loads(text) if text.startswith(b"{") else {}
+
+
+@pytest.fixture
+def short_pauses(monkeypatch):
+    monkeypatch.setattr("verl.rewards.router._FIRST_PAUSE_S", 0.01)
+
+
+def test_the_router_tries_another_server_and_names_them_when_all_fail(short_pauses, monkeypatch):
+    monkeypatch.setenv("VERL_REWARD_API_KEY", "the key")
+
+    def broken(path, body):
+        return 503, {"error": "loading"}
+
+    def good(path, body):
+        return 200, {"data": [{"id": "judge-7b"}]} if path == "/v1/models" else {"asked": body}
+
+    with served(broken) as (first, at_first), served(good) as (second, at_second):
+        router = Router(RewardRouterConfig(tries=2, model=None), [f"{first}/v1", second])
+        host = router.address.partition("/")[0]
+        for _ in range(3):
+            status, answer = post(router.address, "/v1/chat/completions", {"messages": []})
+            assert (status, answer) == (200, {"asked": {"messages": [], "model": "judge-7b"}})
+        assert {one.key for one in at_second} == {"Bearer the key"} and {one.key for one in at_first} <= {
+            "Bearer the key"
+        }
+        assert post(host, "/v1/chat/completions", {})[0] == 404  # only who knows the address
+        router.use([first], None)
+        status, answer = post(router.address, "/v1/chat/completions", {"model": "m"})
+        assert status == 502 and first in answer["error"]["message"] and "2 tries" in answer["error"]["message"]
+        router.close()
+
+
+def test_a_classifier_on_servers_gives_the_score_of_each_response(short_pauses, tmp_path):
+    make_tiny_model(tmp_path / "rm", family="qwen2", size="tiny")
+
+    def classify(path, body):
+        if path == "/v1/models":
+            return 200, {"data": [{"id": "rm"}]}
+        assert body["use_activation"] is False
+        return 200, {"data": [{"probs": [float(len(body["input"]))]}]}
+
+    batch = batch_of(["5", "abc", ""], raw_prompt=["q"] * 3)
+    with served(classify) as (url, seen):
+        model = RewardModelModelConfig(path=str(tmp_path / "rm"), input_tokenizer="policy")
+        config = RewardModelConfig(enable=True, server_urls=url, model=model)
+        router = router_of(config)
+        scored = ServedRewardModel(config, TOKENIZER, router).compute_rm_score(batch)
+        lengths = scored.column("rm_tokens")
+        assert scored.ragged("rm_scores").padded().sum(-1).tolist() == [*lengths[:2].tolist(), 0.0]
+        last = batch.ragged("responses").layout.lengths - 1
+        assert scored.column("rm_scores")[torch.arange(2), last[:2]].tolist() == lengths[:2].tolist()
+        close_router()
+    assert score_of([{"embedding": [0.5]}]) == 0.5
+    with served(lambda path, body: (200, {"data": [{"probs": [0.1, 0.9], "id": "two"}]})) as (url, _):
+        config = RewardModelConfig(enable=True, server_urls=[url], model=model)
+        with pytest.raises(RewardServerError, match="response 0 of the batch has no score"):
+            ServedRewardModel(config, TOKENIZER, router_of(config)).compute_rm_score(batch)
+        close_router()
+
+
+JUDGED = """
+import aiohttp
+
+async def compute_score(data_source, solution_str, ground_truth, extra_info, reward_router_address,
+                        reward_model_tokenizer):
+    question = {"messages": [{"role": "user", "content": f"Judge {solution_str}"}], "max_tokens": 4, "temperature": 0}
+    async with aiohttp.ClientSession() as session:
+        async with session.post(f"http://{reward_router_address}/v1/chat/completions", json=question) as answer:
+            answer.raise_for_status()
+            text = (await answer.json())["choices"][0]["message"]["content"]
+    return {"score": len(reward_model_tokenizer(text)["input_ids"]), "answer": text}
+"""
+
+
+def test_a_judge_in_a_rollout_engine_of_its_own_scores_the_responses_of_a_run(tmp_path, monkeypatch):
+    monkeypatch.setenv("VERL_FILE_LOGGER_PATH", str(tmp_path / "metrics.jsonl"))
+    task = make_task(tmp_path / "task")
+    (tmp_path / "judged.py").write_text(JUDGED)
+    run_job(
+        overrides(
+            task,
+            custom_reward_function__path=tmp_path / "judged.py",
+            reward_model__enable_resource_pool=True,
+            reward_model__nnodes=1,
+            reward_model__n_gpus_per_node=1,
+            reward_model__rollout="{name: hf, prompt_length: 256, response_length: 8, dtype: float32}",
+            reward_model__model__path=task["actor_rollout_ref.model.path"],
+            trainer__total_training_steps=1,
+            trainer__logger="[file]",
+            trainer__test_freq=-1,
+            trainer__rollout_data_dir=tmp_path / "dump",
+            data__train_batch_size=2,
+            actor_rollout_ref__actor__ppo_mini_batch_size=2,
+        )
+    )
+    rows = [json.loads(line) for line in (tmp_path / "dump" / "1.jsonl").read_text().splitlines()]
+    assert all(1 <= row["score"] <= 5 and isinstance(row["answer"], str) for row in rows)
+    step = read_metrics(tmp_path / "metrics.jsonl")[-1]
+    step = step.get("data", step)
+    assert step["critic/score/mean"] == pytest.approx(sum(row["score"] for row in rows) / len(rows))
+
+
+def test_a_reward_model_with_devices_of_its_own_has_a_pool():
+    from verl.trainer.ppo.placement import REWARD_POOL, Role, default_pools, default_roles
+
+    words = ["enable=true", "enable_resource_pool=true", "nnodes=2", "n_gpus_per_node=3"]
+    config = load_over((), [f"reward_model.{word}" for word in words]).config
+    pools = default_pools(config, default_roles(config))
+    assert pools.resource_pool_spec[REWARD_POOL] == [3, 3] and pools.mapping[Role.RewardModel] == REWARD_POOL
+    assert config.world_size_of(config.reward_model) == 6 and config.processes_beside == {"reward model": 6}

@@ -1,0 +1,187 @@
+"""The router of a judge: an address of this machine, behind which are the servers of ``reward_model``.
+
+Reward functions ask it as they would ask one OpenAI-compatible server. It limits the requests under way and their
+rate, sends each to the server with the fewest, tries again elsewhere what failed for now, and answers with an error
+that names the servers when all tries failed. It starts before there is a server: requests wait for one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import secrets
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+from aiohttp import ClientError, ClientSession, ClientTimeout, TCPConnector, web
+
+from verl.config.reward import RewardRouterConfig
+
+logger = logging.getLogger(__name__)
+
+_TRIED_AGAIN = (408, 425, 429, 500, 502, 503, 504)
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.25, 30.0
+_MOST_BYTES = 256 << 20
+
+
+class Router:
+    """Passes requests on to servers.
+
+    Args:
+        options: ``reward_model.router``.
+        urls: of servers that run already.
+
+    Attributes:
+        address: ``HOST:PORT/SECRET``, to which paths such as ``/v1/chat/completions`` are appended. Whoever knows it
+            may use the servers: their key stays here.
+    """
+
+    def __init__(self, options: RewardRouterConfig, urls: Sequence[str] = ()):
+        self.options = options
+        self._secret = secrets.token_urlsafe(12)
+        self._urls: list[str] = []
+        self._running: dict[str, int] = {}
+        self._models: dict[str, str] = {}
+        self._key: str | None = None
+        self._next_turn = 0.0
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="verl-reward-router", daemon=True)
+        self._thread.start()
+        self.port: int = self._call(self._start())
+        self.address = f"127.0.0.1:{self.port}/{self._secret}"
+        if urls:
+            self.use(urls, os.environ.get(options.api_key_env))
+
+    def use(self, urls: Sequence[str], key: str | None) -> None:
+        """Send requests to these servers from now on, with this key."""
+
+        async def use() -> None:
+            self._urls = [url.rstrip("/").removesuffix("/v1") for url in urls]
+            self._running, self._key = dict.fromkeys(self._urls, 0), key
+            self._models.clear()
+            self._has_servers.set()
+
+        self._call(use())
+
+    def close(self) -> None:
+        """Stop listening; may be called twice."""
+        if self._loop.is_closed():
+            return
+        self._call(self._stop())
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(5.0)
+        self._loop.close()
+
+    def _call(self, work: Any) -> Any:
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result(30.0)
+
+    async def _start(self) -> int:
+        self._has_servers, self._gate = asyncio.Event(), asyncio.Semaphore(self.options.max_concurrent)
+        timeout = ClientTimeout(total=self.options.timeout_s)
+        self._session = ClientSession(connector=TCPConnector(limit=0), timeout=timeout)
+        app = web.Application(client_max_size=_MOST_BYTES)
+        app.router.add_route("*", f"/{self._secret}/{{path:.*}}", self._pass_on)
+        self._runner = web.AppRunner(app, access_log=None)
+        await self._runner.setup()
+        site = web.TCPSite(self._runner, "127.0.0.1", 0)
+        await site.start()
+        return self._runner.addresses[0][1]
+
+    async def _stop(self) -> None:
+        await self._runner.cleanup()
+        await self._session.close()
+
+    async def _pass_on(self, request: web.Request) -> web.Response:
+        body = await request.read()
+        causes: list[str] = []
+        async with self._gate:
+            for attempt in range(self.options.tries):
+                if attempt:
+                    await asyncio.sleep(min(_LONGEST_PAUSE_S, _FIRST_PAUSE_S * 2.0**attempt))
+                await self._has_servers.wait()
+                await self._wait_for_turn()
+                # of those with the fewest requests, another one at each try
+                fewest = sorted(self._urls, key=lambda url: self._running[url])
+                url = fewest[attempt % len(fewest)] if attempt else fewest[0]
+                self._running[url] += 1
+                try:
+                    status, content, kind = await self._send(url, request, body)
+                except (ClientError, asyncio.TimeoutError, OSError) as error:
+                    late = isinstance(error, asyncio.TimeoutError)
+                    causes.append(f"{url}: {f'no answer in {self.options.timeout_s:g} s' if late else repr(error)}")
+                    continue
+                finally:
+                    self._running[url] = max(0, self._running.get(url, 1) - 1)
+                if status not in _TRIED_AGAIN:
+                    return web.Response(status=status, body=content, headers={"Content-Type": kind})
+                causes.append(f"{url}: status {status}: {content[:300].decode(errors='replace')}")
+        message = (
+            f"the servers of reward_model ({', '.join(self._urls)}) did not answer {request.path.split('/', 2)[-1]} in "
+            f"{len(causes)} tries; the last: {causes[-1]}. Look at the server's log, and raise "
+            "reward_model.router.timeout_s or .tries if it is slow."
+        )
+        logger.warning("%s", message)
+        return web.json_response({"error": {"message": message, "type": "reward_servers"}}, status=502)
+
+    async def _wait_for_turn(self) -> None:
+        """Begin requests at the even pace of ``requests_per_minute``."""
+        if self.options.requests_per_minute:
+            now = self._loop.time()
+            turn, self._next_turn = self._next_turn, max(now, self._next_turn) + 60 / self.options.requests_per_minute
+            await asyncio.sleep(max(0.0, turn - now))
+
+    async def _send(self, url: str, request: web.Request, body: bytes) -> tuple[int, bytes, str]:
+        headers = {"Authorization": f"Bearer {self._key}"} if self._key else {}
+        if body:
+            headers["Content-Type"] = request.headers.get("Content-Type", "application/json")
+        target = f"{url}/{request.match_info['path']}"
+        body = await self._with_model(url, request.match_info["path"], body)
+        async with self._session.request(
+            request.method, target, params=request.query, data=body or None, headers=headers
+        ) as answer:
+            return answer.status, await answer.read(), answer.headers.get("Content-Type", "application/json")
+
+    async def _with_model(self, url: str, path: str, body: bytes) -> bytes:
+        """The body, with the server's name of its model where it names none."""
+        if not path.startswith(("v1/", "classify", "pooling")) or not body:
+            return body
+        try:
+            fields = json.loads(body)
+        except ValueError:
+            return body  # the server says what is wrong with it
+        if not isinstance(fields, dict) or fields.get("model"):
+            return body
+        if url not in self._models:
+            self._models[url] = self.options.model or await self._listed(url)
+        return json.dumps({**fields, "model": self._models[url]}).encode()
+
+    async def _listed(self, url: str) -> str:
+        headers = {"Authorization": f"Bearer {self._key}"} if self._key else {}
+        async with self._session.get(f"{url}/v1/models", headers=headers) as answer:
+            answer.raise_for_status()
+            found = await answer.json(content_type=None)
+        return str(found["data"][0]["id"]) if found.get("data") else ""
+
+
+_ROUTERS: dict[str, Router] = {}
+"""The router of a run, by what it was made of; one at a time."""
+
+
+def router_of(section: Any) -> Router | None:
+    """The router of ``reward_model``, started if there is none; None: no server judges."""
+    if not section.asks_servers:
+        return None
+    key = repr((os.getpid(), section.urls, section.router, dict(section.rollout), section.model.path))
+    if key not in _ROUTERS:
+        close_router()
+        _ROUTERS[key] = Router(section.router, section.urls)
+    return _ROUTERS[key]
+
+
+def close_router() -> None:
+    """Stop the router of a run that ends."""
+    while _ROUTERS:
+        _ROUTERS.popitem()[1].close()
