@@ -5,18 +5,20 @@ import os
 import re
 import subprocess
 import sys
+import time
 
 import pytest
 
 from tests.support.runs import make_task, overrides, read_metrics, run_job
 from verl.cluster import clock_finding
+from verl.utils.exit_codes import ExitCode
 
 NODES = 2
 
 
 @pytest.fixture(scope="module")
-def cluster():
-    """Environment of commands that join a cluster of two nodes."""
+def nodes():
+    """A cluster of two nodes."""
     from ray.cluster_utils import Cluster
 
     os.environ["RAY_AUTH_MODE"] = "disabled"
@@ -24,9 +26,15 @@ def cluster():
     try:
         for _ in range(NODES - 1):
             nodes.add_node(num_cpus=1)
-        yield {**os.environ, "RAY_ADDRESS": nodes.address, "RAY_USAGE_STATS_ENABLED": "0"}
+        yield nodes
     finally:
         nodes.shutdown()
+
+
+@pytest.fixture
+def cluster(nodes):
+    """Environment of commands that join it."""
+    return {**os.environ, "RAY_ADDRESS": nodes.address, "RAY_USAGE_STATS_ENABLED": "0"}
 
 
 @pytest.mark.ray
@@ -57,6 +65,34 @@ def test_a_run_over_two_nodes_gives_the_numbers_of_one(cluster, tmp_path):
     last = read_metrics(file)[-1]["data"]
     for name in ("actor/grad_norm", "actor/pg_loss", "response_length/mean"):
         assert last[name] == together.metrics[name], name
+
+
+@pytest.mark.ray
+def test_a_run_of_one_process_goes_on_over_two_nodes_with_servers_and_names_the_node_that_dies(
+    nodes, cluster, tmp_path
+):
+    shared = {"actor_rollout_ref__actor__strategy": "fsdp2", "trainer__save_freq": 2}
+    run_job(overrides(make_task(tmp_path / "task"), **shared, trainer__total_training_steps=2))
+    saved = {"trainer__resume_mode": "resume_path", "trainer__resume_from_path": tmp_path / "task/run/global_step_2"}
+    over = {"trainer__controller": "ray", "trainer__nnodes": 2, "trainer__default_local_dir": tmp_path / "over", **saved}
+    over |= {"actor_rollout_ref__rollout__mode": "async", "trainer__total_training_steps": 1000}
+    words = overrides(make_task(tmp_path / "task"), **shared, **over)
+    log = tmp_path / "log"
+    with log.open("w") as output:
+        command = [sys.executable, "-m", "verl.trainer.main_ppo", *words]
+        run = subprocess.Popen(command, env=cluster, stdout=output, stderr=subprocess.STDOUT)
+        try:
+            while "step:4 " not in log.read_text():
+                assert run.poll() is None, log.read_text()[-3000:]
+                time.sleep(0.2)
+            address = nodes.list_all_nodes()[-1].node_ip_address
+            nodes.remove_node(nodes.list_all_nodes()[-1], allow_graceful=False)
+            assert run.wait(timeout=120) == ExitCode.WORKER
+        finally:
+            run.kill()
+    said = log.read_text()
+    assert "2 of 1000 steps are done; actor: saved by 1 rank, read by 2" in said
+    assert re.search(rf"its node was lost, {address} \(.*raylet", said) or "Ray gave up its node" in said, said[-3000:]
 
 
 def test_a_clock_that_is_off_is_named():

@@ -203,7 +203,7 @@ def test_a_pool_larger_than_the_cluster_says_what_is_missing(ray_controller):
     [
         WorkerError("actor", 1, 2, "update", "ValueError: x", "Traceback ..."),
         WorkerDied("actor", 1, 2, "update", 77, 11, None, "last words"),
-        WorkerDied("actor", 1, 2, None, None),
+        WorkerDied("actor", 1, 2, None, None, lost_node="10.0.0.2 (Ray has given it up)"),
         WorkerTimeout("actor", "update", [0, 3], 4, 1.5),
     ],
 )

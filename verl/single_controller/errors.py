@@ -80,6 +80,7 @@ class WorkerDied(WorkerGroupError):
         exit_code: its exit status, or None if killed or unknown.
         stderr_end: the end of its stderr where the controller can read it, else "".
         report: its activity and memory, where known, else "".
+        lost_node: address of its node and why it is taken for lost, else "".
     """
 
     def __init__(
@@ -93,10 +94,11 @@ class WorkerDied(WorkerGroupError):
         exit_code: int | None = None,
         stderr_end: str = "",
         report: str = "",
+        lost_node: str = "",
     ):
         self.role, self.rank, self.world_size, self.method = role, rank, world_size, method
         self.pid, self.signal, self.exit_code, self.stderr_end = pid, signal, exit_code, stderr_end
-        self.report = report
+        self.report, self.lost_node = report, lost_node
         doing = f"while running {role}.{method}" if method else f"between calls of {role}"
         self.exit_class = ExitCode.MEMORY if _NO_MEMORY in report else ExitCode.WORKER
         message = f"Rank {rank} of {world_size} died {doing} (pid {pid}): {self._how()}"
@@ -113,13 +115,16 @@ class WorkerDied(WorkerGroupError):
             return f"ended by its own watchdog (exit code {STALLED}): it made no progress"
         if self.exit_code is not None:
             return f"left with exit code {self.exit_code}"
+        if self.lost_node:
+            return f"its node was lost, {self.lost_node}: the machine, its network or Ray's raylet there has ended"
         if "node has crashed" in self.stderr_end:  # in the words of Ray
             return "Ray gave up its node: the raylet there was killed, or answered no heartbeats"
         return "cause unknown; a process that leaves no trace was most often killed with SIGKILL, out of memory"
 
     def __reduce__(self):
         where = (self.role, self.rank, self.world_size, self.method)
-        return type(self), (*where, self.pid, self.signal, self.exit_code, self.stderr_end, self.report)
+        how = (self.signal, self.exit_code, self.stderr_end, self.report, self.lost_node)
+        return type(self), (*where, self.pid, *how)
 
 
 class WorkerTimeout(WorkerGroupError, TimeoutError):

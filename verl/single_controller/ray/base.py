@@ -9,6 +9,7 @@ import faulthandler
 import os
 import pickle
 import signal
+import socket
 import time
 import uuid
 from collections import Counter
@@ -285,6 +286,7 @@ class RayHosts(Hosts):
         self.ledger = BatchLedger(_dumps) if owned else None  # others may call actors that outlive their driver
         self._endpoints: dict[int, MessageEndpoint] = {}  # ranks that share memory with this process
         self._watched: dict[int, int] = {}  # rank -> pidfd, of those on this node
+        self._nodes: dict[int, str] = {}  # rank -> Ray's id of its node
         self._diagnostics = WorkerDiagnostics(self.world_size if owned else 0)
 
     def setup(self, roles: Mapping, pool: ResourcePool, prefix: str, timeout: float) -> None:
@@ -304,7 +306,7 @@ class RayHosts(Hosts):
         calls = [_RayCall(actor.identity.remote(), rank, role, "__init__") for rank, actor in enumerate(self.actors)]
         here = ray.get_runtime_context().get_node_id()
         for rank, (pid, node, address) in enumerate(self.wait(calls, timeout)):
-            self.pids[rank] = pid
+            self.pids[rank], self._nodes[rank] = pid, node
             self.master = self.master if rank else address
             if node == here and (fd := open_pidfd(pid)) is not None:
                 self._watched[rank] = fd
@@ -409,7 +411,8 @@ class RayHosts(Hosts):
             time.sleep(0.02)
         stderr_end = _stderr_of_worker(pid) or (str(error) if how == (None, None) else "")
         report = self._diagnostics.report(call.rank) if call.rank in self._watched else ""
-        return WorkerDied(call.role, call.rank, self.world_size, call.method, pid, *how, stderr_end, report)
+        lost = _why_lost(self._nodes.get(call.rank)) if how == (None, None) else ""
+        return WorkerDied(call.role, call.rank, self.world_size, call.method, pid, *how, stderr_end, report, lost)
 
     def _stop(self, at_once: bool) -> None:
         if self._owned and ray.is_initialized():
@@ -468,6 +471,24 @@ def _pickled_bytes(value: Any) -> int:
     arrays: list[pickle.PickleBuffer] = []
     stream = pickle.dumps(value, protocol=5, buffer_callback=arrays.append)
     return len(stream) + sum(array.raw().nbytes for array in arrays)
+
+
+def _why_lost(node: str | None) -> str:
+    """Address of a node and why it is taken for lost; empty where its raylet answers, or the node is not known.
+
+    Ray itself gives a node up only after some missed heartbeats, a quarter of a minute later.
+    """
+    info = next((one for one in ray.nodes() if one["NodeID"] == node), None)
+    if info is None:
+        return ""
+    address = info["NodeManagerAddress"]
+    if not info["Alive"]:
+        return f"{address} (Ray has given it up)"
+    try:
+        socket.create_connection((address, info["NodeManagerPort"]), timeout=3).close()
+    except OSError as error:
+        return f"{address} (its raylet does not answer: {error})"
+    return ""
 
 
 def _stderr_of_worker(pid: int | None) -> str:
