@@ -74,8 +74,8 @@ def test_a_run_of_one_process_goes_on_over_two_nodes_with_servers_and_names_the_
     shared = {"actor_rollout_ref__actor__strategy": "fsdp2", "trainer__save_freq": 2}
     run_job(overrides(make_task(tmp_path / "task"), **shared, trainer__total_training_steps=2))
     saved = {"trainer__resume_mode": "resume_path", "trainer__resume_from_path": tmp_path / "task/run/global_step_2"}
-    over = {"trainer__controller": "ray", "trainer__nnodes": 2, "trainer__default_local_dir": tmp_path / "over", **saved}
-    over |= {"actor_rollout_ref__rollout__mode": "async", "trainer__total_training_steps": 1000}
+    over = {"trainer__controller": "ray", "trainer__nnodes": 2, "trainer__total_training_steps": 1000}
+    over |= {"actor_rollout_ref__rollout__mode": "async", "trainer__default_local_dir": tmp_path / "over", **saved}
     words = overrides(make_task(tmp_path / "task"), **shared, **over)
     log = tmp_path / "log"
     with log.open("w") as output:

@@ -77,5 +77,5 @@ def test_a_raylet_that_is_killed_ends_the_run_with_its_class_and_no_process(tmp_
     # actors talk to each other without it until its heartbeats are missed
     text = "".join(lines)
     assert started and run.returncode == ExitCode.WORKER, text[-3000:]
-    assert "died while running" in text and "the raylet there was killed" in text and "exit code 5" in text
+    assert "died while running" in text and "its node was lost, 127.0.0.1" in text and "exit code 5" in text
     assert not psutil.wait_procs(started, timeout=20)[1]
