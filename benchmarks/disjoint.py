@@ -5,8 +5,9 @@ run it on an idle machine.
 
 - Transfers: bf16 weights of a random model through a `WeightLink` between two processes, next to a plain copy of as
   many bytes in the same run.
-- Schedules: GRPO of the 2.5M-parameter model, 8 prompts x 8 responses a step, of forced lengths, log-normal around 40
-  and cut at 256. A wait of `UPDATE_S` stands for an update on devices elsewhere: here both sides share cores.
+- Schedules: GRPO of a tiny model, 8 prompts x 8 responses a step, of forced lengths, log-normal around 40 and cut at
+  256. Devices of their own are stood for by waits, since here both sides share cores: `DECODE_S` a step of the engine,
+  however many rows it has, and `UPDATE_S` an update.
 - Learning: the digits task of the tests with three seeds, zero, one and two steps behind.
 """
 
@@ -42,7 +43,6 @@ SERVED = {f"{ROLLOUT}__mode": "async", f"{ROLLOUT}__calculate_log_probs": True}
 APART = {**SERVED, "actor_rollout_ref__hybrid_engine": False, f"{ROLLOUT}__n_gpus_per_node": 1}
 AHEAD = {**APART, f"{ROLLOUT}__max_staleness": 1}
 WAYS = {
-    "colocated": SERVED,
     "apart": APART,
     "one step ahead": AHEAD,
     **{
@@ -54,8 +54,24 @@ WAYS = {
         for k in (1, 2, 4)
     },
 }
-UPDATE_S = 1.0
+UPDATE_S, DECODE_S = 1.5, 0.01
 LONGEST = 256
+SERVER = """
+import time
+from verl.workers.rollout.server.server import RolloutServer
+
+
+class Slow(RolloutServer):
+    def __init__(self, engine, *args, **options):
+        super().__init__(engine, *args, **options)
+        step = engine.step
+
+        def slow():
+            time.sleep(DECODE_S)
+            return step()
+
+        engine.step = slow
+"""
 LOOP = """
 import random
 from verl.agents import AgentLoopBase, AgentLoopOutput, register
@@ -187,12 +203,15 @@ def main() -> None:
                     {**row, "seconds": best, "gib_a_second": nbytes / best / 2**30, "ratio_to_copy": best / copy}
                 )
         for way, settings in WAYS.items() if "schedules" in parts else ():
-            task = make_task(Path(place) / "task", size="2.5M")
+            task = make_task(Path(place) / "task")
             (Path(place) / "forced.py").write_text(LOOP)
+            (Path(place) / "slow.py").write_text(SERVER.replace("DECODE_S", str(DECODE_S)))
             size = {"data__train_batch_size": 8, "actor_rollout_ref__actor__ppo_mini_batch_size": 8}
-            size |= {"data__max_response_length": LONGEST, "trainer__total_training_steps": 20}
+            size |= {"data__max_response_length": LONGEST, "trainer__total_training_steps": 16}
             size |= {f"{ROLLOUT}__agent__agent_loop_config_path": Path(place) / "forced.py"}
             size |= {f"{ROLLOUT}__agent__default_agent_loop": "forced"}
+            size |= {f"{ROLLOUT}__agent__custom_async_server__path": Path(place) / "slow.py"}
+            size |= {f"{ROLLOUT}__agent__custom_async_server__name": "Slow"}
             folder = {"trainer__default_local_dir": Path(place) / f"schedule{len(rows)}"}
             rows.append({"what": f"GRPO, 64 responses a step, {way}", **steps(task, **size, **folder, **settings)})
         behind = {"0": APART, "1": AHEAD, "2": WAYS["all the time, max_staleness=2"]}

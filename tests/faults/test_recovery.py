@@ -60,6 +60,18 @@ def test_a_rollout_that_dies_is_started_again_and_generates_the_same_batch(
     assert learned(tmp_path) == undisturbed(mode)
 
 
+def test_responses_of_a_rollout_that_dies_while_it_generates_all_the_time_go_on_from_their_tokens(task, tmp_path):
+    names = {"partial_rollout": True, "max_staleness": 2, "calculate_log_probs": True, "max_running_requests": 2}
+    config = apart(task, tmp_path, "async").with_values(
+        {f"actor_rollout_ref.rollout.{name}": value for name, value in names.items()}
+    )
+    ended = run_cell(config, tmp_path, Strike(RolloutWorker, "serve", KILLED, at=2))
+    assert ended.code == 0 and ended.strikes == 1 and not ended.left, ended.text[-3000:]
+    assert "the rollout is started again, and continues the responses from the tokens they had" in ended.text
+    steps = learned(tmp_path)
+    assert all(row["rollout/staleness/max"] <= 2 for row in steps) and steps[-1]["rollout/groups_open"] == 0
+
+
 def test_a_batch_that_kills_the_rollout_twice_ends_the_run(task, tmp_path):
     ended = run_cell(apart(task, tmp_path), tmp_path, Strike(RolloutWorker, "generate_sequences", KILLED, times=0))
     assert ended.code == 5 and ended.strikes == 2 and not ended.left

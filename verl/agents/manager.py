@@ -193,6 +193,7 @@ class AgentLoopManager:
 
     def reconnect(self) -> None:
         """Serve with new processes of the worker group, in the place of those that died."""
+        self.keeps_serving = False
         asyncio.run_coroutine_threadsafe(self.client.close(), self._loop).result(timeout=10)
         self._start_servers()
 

@@ -77,6 +77,7 @@ class ContinuousScheduler(GroupScheduler):
         """Running samples that start again when they end."""
         self._changed = asyncio.Event()
         self._error: BaseException | None = None
+        self._client: GenerationClient | None = None
         self._num_finished = 0
         self._started: dict[str, int] = {}
         """Uid -> step that started it, of groups of a checkpoint."""
@@ -94,9 +95,14 @@ class ContinuousScheduler(GroupScheduler):
     async def start(self, prompts: DataProto, step: int, client: GenerationClient, version: int, run: RunRow) -> None:
         """Begin to generate n samples to each of ``prompts`` with the weights of ``version``, which are the newest.
 
+        Prompts that are open are left out. Samples that were lost with other servers continue from their tokens.
+
         Args:
             client: of the rollout servers.
         """
+        if self._client not in (None, client):
+            await self._reconnect(client)
+        self._client = client
         if not self.weights or self.weights[-1] != version:
             self.weights = [*self.weights[-max_deferrals(self.config) - self.config.staleness :], version]
         for sample in self.samples:
@@ -105,6 +111,8 @@ class ContinuousScheduler(GroupScheduler):
         for row, key in enumerate(keys):
             prompt = prompts.select_idxs([row])
             uid = prompt.non_tensor_batch["uid"][0]
+            if uid in self.open:
+                continue
             values = {name: column[0] for name, column in prompt.non_tensor_batch.items()}
             if "raw_prompt_ids" not in values:
                 values["raw_prompt_ids"] = prompt.ragged("input_ids").rows()[0].tolist() if prompt.keys() else []
@@ -137,13 +145,15 @@ class ContinuousScheduler(GroupScheduler):
         """
         count = min(self.batch_size, len(self.open))
         self.gate.set()
-        waited_for = self.lacking(step, count)
+        waited_for = 0
         while True:
             if self._error is not None:
                 raise self._error
             complete = [group for group in self.open.values() if group.finished >= 0]
-            if len(complete) >= count and not self.lacking(step, count):
-                break
+            if len(complete) >= count:
+                if not (lacking := self.lacking(step, count)):
+                    break
+                waited_for = max(waited_for, lacking)
             self._changed.clear()
             await self._changed.wait()
         names = {group.uid for group in sorted(complete, key=lambda group: group.step)[:count]}
@@ -215,6 +225,23 @@ class ContinuousScheduler(GroupScheduler):
         while not await sample.run(group.run) or sample in self._too_old:
             self._too_old.discard(sample)
             _reset(sample)
+
+    async def _reconnect(self, client: GenerationClient) -> None:
+        """Run the samples that are not complete again, with the tokens of their logs."""
+        lost = {group: [s for s in group.samples if not s.is_complete] for group in self.open.values()}
+        tasks = [self._tasks[sample] for samples in lost.values() for sample in samples]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        self._error = None
+        self._too_old.clear()
+        for group, samples in lost.items():
+            group.missing = 0
+            for sample in samples:
+                sample.client.reconnect(client)
+                self._begin(group, sample)
+            for sample in set(group.samples) - set(samples):
+                sample.client.reconnect(client)
 
     def _ended(self, group: OpenGroup, task: asyncio.Task) -> None:
         if task.cancelled():

@@ -138,11 +138,7 @@ class DisjointRollout:
 
     def keep_serving(self) -> Timing:
         """Serve under the newest weights until the next call, which interrupts what runs if they have changed."""
-        try:
-            self.rollout_wg.node()  # a death since the last call is found before the actor waits for the dead
-        except WorkerDied:
-            self._say(_LOST.format("groups were generated ahead"))
-            raise
+        self.rollout_wg.node()  # a death since the last call is found before the actor waits for the dead
         seconds = self.sync()
         if not self.engine.keeps_serving:
             self.engine.keep_serving()
@@ -180,14 +176,18 @@ class DisjointRollout:
         try:
             return action()
         except (WorkerGroupError, RolloutServerError) as error:
-            died = self._death(error)
-            if died is None:
-                raise
-            start = time.monotonic()
-            self._say(f"the rollout is started again, and generates the same batch: {str(died).splitlines()[0]}")
-            self._restart()
-            self.restart_seconds += time.monotonic() - start
+            self.restart_after(error, "generates the same batch")
         return action()
+
+    def restart_after(self, error: Exception, what: str) -> None:
+        """Start the rollout again, which then does ``what``; raises ``error`` if it is not the death of its process."""
+        died = self._death(error)
+        if died is None:
+            raise error
+        start = time.monotonic()
+        self._say(f"the rollout is started again, and {what}: {str(died).splitlines()[0]}")
+        self._restart()
+        self.restart_seconds += time.monotonic() - start
 
     def _death(self, error: Exception) -> WorkerDied | None:
         """The death of a rollout process behind ``error``, if the actor is well and holds the weights of the batch."""
@@ -196,8 +196,6 @@ class DisjointRollout:
                 self.rollout_wg.node()
             except WorkerGroupError:
                 pass  # kept as the group's failure
-        if getattr(self.engine, "keeps_serving", False):
-            return None  # groups that run on would be lost
         failure = self.rollout_wg.failure
         # a death in a transfer takes the actor along, which waits for the dead
         return failure if isinstance(failure, WorkerDied) and self.actor_wg.is_running else None

@@ -231,6 +231,10 @@ class SampleClient:
         self.log.clear()
         self._calls = 0
 
+    def reconnect(self, client: GenerationClient) -> None:
+        """Run again with a client of other servers: the log has the answers so far."""
+        self.client, self.is_stopped, self._calls = client, False, 0
+
     async def generate(
         self, request: Request, *, request_id: str | None = None, session: str | None = None, priority: int = 0
     ) -> Completion:

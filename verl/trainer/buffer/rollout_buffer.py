@@ -24,15 +24,17 @@ from verl.data.loader import AbstractCurriculumSampler
 from verl.data.table import distinct_values
 from verl.protocol import DataProto
 from verl.rewards.managers.early import EarlyScoring
+from verl.single_controller.errors import WorkerGroupError
 from verl.telemetry.metric import reduce_metrics
 from verl.telemetry.profiler import marked_timer
-from verl.trainer.buffer.continuous import ContinuousScheduler
+from verl.trainer.buffer.continuous import ContinuousScheduler, RunRow
 from verl.trainer.buffer.disjoint import DisjointRollout, PendingRollout
 from verl.trainer.buffer.over_sampling import GroupScheduler, SampledGroups, batch_of, sample_batch
 from verl.trainer.buffer.prompt_pool import STATE_FILE, GroupFilter, PromptPool, load_pool, save_pool
 from verl.trainer.buffer.rollout_skip import RolloutCache
 from verl.utils.py_functional import derive_seed
 from verl.workers.rollout.monitor import occupancy
+from verl.workers.rollout.server.messages import RolloutServerError
 
 PROMPT_COLUMNS = ("input_ids", "attention_mask", "position_ids")
 
@@ -322,20 +324,28 @@ class RolloutBuffer:
         scheduler, loops, start = self.continuous, self.agent_loops, time.monotonic()
         assert scheduler is not None
         prompts.meta_info.update(validate=False, global_steps=step)
-        scheduler.gate.clear()  # what the new weights interrupt waits here, not at the servers
-        timing = self.engine.keep_serving()
-        since, self._serves_since = self._serves_since, time.monotonic()
-        spans = loops.client.take_spans(since)
-        idle = occupancy(spans, loops.client.num_servers, self._serves_since - since) if since else {}
-        run = loops.row_runner(prompts)
 
-        async def collect() -> tuple[tuple[int, int], tuple[DataProto, SampledGroups]]:
+        async def collect(run: RunRow) -> tuple[tuple[int, int], tuple[DataProto, SampledGroups]]:
             await scheduler.start(prompts, step, loops.client, self.engine.version, run)
             restarted = await scheduler.restart_old(loops.client)
             return restarted, await scheduler.next_batch(step)
 
-        with marked_timer("gen_wait", timing):
-            restarted, (prompts, sampled) = loops.wait_for(collect())
+        def generate() -> tuple[tuple[int, int], tuple[DataProto, SampledGroups]]:
+            scheduler.gate.clear()  # what the new weights interrupt waits here, not at the servers
+            timing.update(self.engine.keep_serving())
+            since, self._serves_since = self._serves_since, time.monotonic()
+            spans = loops.client.take_spans(since)
+            idle.update(occupancy(spans, loops.client.num_servers, self._serves_since - since) if since else {})
+            with marked_timer("gen_wait", timing):
+                return loops.wait_for(collect(loops.row_runner(prompts)))
+
+        timing: dict[str, float] = {}
+        idle: dict[str, float] = {}
+        try:
+            restarted, (prompts, sampled) = generate()
+        except (WorkerGroupError, RolloutServerError) as error:
+            self.engine.restart_after(error, "continues the responses from the tokens they had")
+            restarted, (prompts, sampled) = generate()
         rollout = self.config.actor_rollout_ref.rollout
         batch = batch_of(loops, rollout, prompts, sampled, timing)
         ended, self._collected = self._collected, time.monotonic()
