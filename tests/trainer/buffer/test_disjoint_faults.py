@@ -82,9 +82,9 @@ class DyingSampler(RolloutWorker):
         super().init_rollout()
         generate, batches = self.rollout.generate, []
 
-        def generate_or_die(requests, expect_version):
+        def generate_or_die(requests, *arguments, **named):
             batches.append(len(requests))
-            return kill() if len(batches) == 3 else generate(requests, expect_version)
+            return kill() if len(batches) == 3 else generate(requests, *arguments, **named)
 
         self.rollout.generate = generate_or_die
 
