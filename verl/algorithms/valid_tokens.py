@@ -8,9 +8,13 @@ written in a paper, and "the next token" is the next position.
 Masks and arithmetic only; independent of the algorithms.
 """
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from verl.batch.ragged import Ragged
 
 BLOCK = 64
 """Tokens per block: long enough for efficient matrix products, short enough to waste little on the ends of rows."""
@@ -31,27 +35,36 @@ class ValidTokens:
         mask = mask.long() if mask.dtype == torch.bool else mask
         self.lengths = mask.sum(-1).long()
         # waits for an accelerator, as does the check for holes below: `valid_tokens` does without this class there
-        self.total = int(self.lengths.sum())
-
-        # rows without a token have no block; all index arithmetic is by block, 64 times less than by token
-        num_blocks = (self.lengths + BLOCK - 1) // BLOCK
-        end_block = num_blocks.cumsum(0)
-        self.row = torch.repeat_interleave(num_blocks)
-        self.block_in_row = torch.arange(len(self.row), device=mask.device) - (end_block - num_blocks)[self.row]
-        is_used = num_blocks > 0
-        self.last = end_block[is_used] - 1
-        ones_in_last = (self.lengths - (num_blocks - 1) * BLOCK)[is_used]
-        self.gap = torch.arange(BLOCK, device=mask.device) >= ones_in_last.unsqueeze(-1)
+        self._lay_out()
 
         # where a row's tokens are its first ones, whole blocks are copied from here, which is far faster than an index
-        self.blocks_per_row = -(-mask.shape[-1] // BLOCK)
         self.source = self.row * self.blocks_per_row + self.block_in_row
         self.valid_positions = self.packed_positions = None
         if int(self._clear_gaps(_blocks(mask).index_select(0, self.source)).sum()) != self.total:
             # A row has a hole or starts late: its tokens are moved one by one, in order.
             self.valid_positions = mask.reshape(-1).nonzero().squeeze(-1)
-            is_valid = self._clear_gaps(torch.ones(len(self.row), BLOCK, dtype=torch.bool, device=mask.device))
-            self.packed_positions = is_valid.view(-1).nonzero().squeeze(-1)
+            self.packed_positions = self._is_valid().nonzero().squeeze(-1)
+
+    def _lay_out(self) -> None:
+        """Set the layout by blocks from ``lengths`` and ``shape``."""
+        self.total = int(self.lengths.sum())
+        device = self.lengths.device
+        # rows without a token have no block; all index arithmetic is by block, 64 times less than by token
+        num_blocks = (self.lengths + BLOCK - 1) // BLOCK
+        end_block = num_blocks.cumsum(0)
+        self.first_block = end_block - num_blocks
+        self.row = torch.repeat_interleave(num_blocks)
+        self.block_in_row = torch.arange(len(self.row), device=device) - self.first_block[self.row]
+        is_used = num_blocks > 0
+        self.last = end_block[is_used] - 1
+        ones_in_last = (self.lengths - (num_blocks - 1) * BLOCK)[is_used]
+        self.gap = torch.arange(BLOCK, device=device) >= ones_in_last.unsqueeze(-1)
+        self.blocks_per_row = -(-self.shape[-1] // BLOCK)
+
+    def _is_valid(self) -> Tensor:
+        """(M,) bool: False in gaps."""
+        ones = torch.ones(len(self.row), BLOCK, dtype=torch.bool, device=self.lengths.device)
+        return self._clear_gaps(ones).view(-1)
 
     def pack(self, x: Tensor) -> Tensor:
         """(B, R) to (M,); differentiable. Values at masked positions never enter a result, even NaN."""
@@ -136,6 +149,54 @@ class ValidTokens:
         last = self.last if last is None else last
         blocks[last] = blocks[last].masked_fill_(self.gap, 0)
         return blocks
+
+
+class RaggedTokens(ValidTokens):
+    """``ValidTokens`` of a mask without padding: columns come and go as `Ragged`, of the layout of the mask."""
+
+    def __init__(self, mask: Ragged):
+        self.shape, self.column = mask.shape, mask
+        self.is_own = None if is_whole(mask) else mask.values != 0
+        self.lengths = mask.layout.lengths if self.is_own is None else row_sums(mask.like(self.is_own.long()))
+        self._lay_out()
+        # gaps before each row: what its tokens move by
+        shift = self.first_block * BLOCK - (self.lengths.cumsum(0) - self.lengths)
+        moved = shift.repeat_interleave(self.lengths, output_size=self.total)
+        self.at = moved.add_(torch.arange(self.total, device=moved.device))
+
+    def pack(self, x: Any) -> Tensor:
+        """(T,) to (M,). Values at masked positions never enter a result."""
+        values = x.values if self.is_own is None else x.values[self.is_own]
+        out = values.new_zeros(len(self.row) * BLOCK)
+        out[self.at] = values
+        return out
+
+    def unpack(self, flat: Tensor) -> Any:
+        """(M,) to (T,), zero where masked."""
+        values = flat.index_select(0, self.at)
+        if self.is_own is not None:
+            values = values.new_zeros(len(self.is_own)).masked_scatter_(self.is_own, values)
+        return self.column.like(values)
+
+
+def is_whole(mask: Ragged) -> bool:
+    """Whether a mask without padding has no zero."""
+    return bool(mask.values.all())
+
+
+def tokens_of(mask: Tensor | Ragged) -> ValidTokens:
+    """The valid tokens of a mask (B, R), of padded columns or of those without padding."""
+    return RaggedTokens(mask) if isinstance(mask, Ragged) else ValidTokens(mask)
+
+
+def row_sums(column: Tensor | Ragged) -> Tensor:
+    """Sum each row: (B, R) to (B,)."""
+    if not isinstance(column, Ragged):
+        return column.sum(-1)
+    if column.values.is_floating_point():
+        return torch.segment_reduce(column.values, "sum", lengths=column.layout.lengths)
+    sums = column.values.new_zeros(len(column.layout))
+    return sums.index_add_(0, column.layout.row_numbers, column.values)
 
 
 class PaddedTokens:

@@ -238,6 +238,14 @@ class Ragged:
         """Shape of the padded form, (B, width, ...)."""
         return torch.Size((len(self.layout), self.layout.width, *self.values.shape[1:]))
 
+    @property
+    def device(self) -> torch.device:
+        return self.values.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.values.dtype
+
     def padded(self) -> Tensor:
         """(B, width, ...): a new tensor; its padding holds ``fill``. Gradients flow back to ``values``."""
         rows, width, *tail = self.shape

@@ -162,7 +162,8 @@ def call(name, rewards, mask, index, columns, extras=None, **options):
     """Any estimator with those arguments it names: columns (B, ...), extras (B,) and options."""
     fn = get_adv_estimator_fn(name)
     available = {"token_level_rewards": rewards, "response_mask": mask, "index": index, **columns}
-    available["turn_state_ids"] = [[k % 2 for k in range(count)] for count in num_turns(mask)]
+    if isinstance(mask, torch.Tensor):
+        available["turn_state_ids"] = [[k % 2 for k in range(count)] for count in num_turns(mask)]
     available |= {"non_tensor_batch": extras, **OPTIONS, **options}
     return fn(**{k: v for k, v in available.items() if k in inspect.signature(fn).parameters})
 

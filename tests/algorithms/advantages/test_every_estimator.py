@@ -22,7 +22,9 @@ from tests.algorithms.advantages.estimators import (
     whiten_off,
 )
 from tests.algorithms.batches import normal, ragged_mask
-from verl.algorithms.advantages import AdvantageEstimator, NonFiniteError
+from verl.algorithms.advantages import AdvantageEstimator, NonFiniteError, get_adv_estimator_fn
+from verl.algorithms.advantages.common import does_take_ragged
+from verl.batch.ragged import Layout, Ragged
 from verl.config.checks.support import built_names
 
 pytestmark = pytest.mark.parametrize("name", NAMES)
@@ -46,6 +48,23 @@ def reshaped(change, mask, *parts):
 def test_it_is_offered_by_the_config_named_by_the_enum_and_covered_here(name):
     assert name in built_names("algorithm.adv_estimator") and name in {e.value for e in AdvantageEstimator}
     assert name in BY_HAND and CREDIT[name] in ("response", "response and turn", "turn", "token")
+
+
+@pytest.mark.parametrize("holes", [False, True])
+def test_without_padding_it_gives_the_same_numbers(name, holes):
+    if not does_take_ragged(get_adv_estimator_fn(name)):
+        pytest.skip("takes padded columns only")
+    mask = ragged_mask(9, 150, seed=4, holes=holes)
+    columns, extras = made_up(mask)
+    rewards, index = torch.where(mask.bool(), normal(mask, 9), 0).float(), np.arange(9) // 3
+    layout = Layout.from_mask(mask)
+    flat = lambda x: Ragged.from_padded(x, layout) if x.shape == mask.shape else x  # noqa: E731
+    columns = {key: x.float() for key, x in columns.items()}
+    expected = call(name, rewards, mask, index, columns, extras)
+    found = call(name, flat(rewards), flat(mask), index, {key: flat(x) for key, x in columns.items()}, extras)
+    for one, other in zip(found, expected, strict=True):
+        assert one.layout == layout
+        assert_close(one.padded(), other, rtol=1e-6, atol=1e-6)
 
 
 def test_by_hand_in_a_batch_and_alone(name):

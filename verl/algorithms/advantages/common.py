@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from verl.algorithms.registry import About, Registry
-from verl.algorithms.valid_tokens import BLOCK, ValidTokens, discounted_suffix_sum
+from verl.algorithms.valid_tokens import BLOCK, ValidTokens, discounted_suffix_sum, is_whole, row_sums
+from verl.batch.ragged import Ragged
 from verl.utils.exit_codes import ExitCode
 
 AdvantageFn = Callable[..., tuple[Tensor, Tensor]]
@@ -44,15 +45,33 @@ get_adv_estimator_fn = ADV_ESTIMATOR_REGISTRY.__getitem__
 
 
 def builtin_estimator(
-    name: str, equation: str, use: str, source: str, test: str, options: str = ""
+    name: str, equation: str, use: str, source: str, test: str, options: str = "", ragged: bool = False
 ) -> Callable[[AdvantageFn], AdvantageFn]:
-    """Decorator: register an estimator, which keeps no gradients; the arguments after the name are those of `About`."""
+    """Decorator: register an estimator, which keeps no gradients; the arguments after the name are those of `About`.
+
+    Args:
+        ragged: it takes columns of the responses as `Ragged` too, and then returns such.
+    """
 
     def register(estimator: AdvantageFn) -> AdvantageFn:
         about = About(equation, use, source, test, options)
-        return register_adv_est(name, about=about)(torch.no_grad()(estimator))
+        estimator = torch.no_grad()(estimator)
+        return register_adv_est(name, about=about)(takes_ragged(estimator) if ragged else estimator)
 
     return register
+
+
+_TAKES_RAGGED: set[AdvantageFn] = set()
+
+
+def takes_ragged(estimator: AdvantageFn) -> AdvantageFn:
+    """Decorator: the estimator takes columns of the responses without padding too. Others get padded tensors."""
+    _TAKES_RAGGED.add(estimator)
+    return estimator
+
+
+def does_take_ragged(estimator: AdvantageFn) -> bool:
+    return estimator in _TAKES_RAGGED
 
 
 class NonFiniteError(ValueError):
@@ -96,25 +115,32 @@ class Groups:
         return x.new_zeros(self.num_groups, *x.shape[1:]).index_add(0, self.group, x)[self.group]
 
 
-def outcome_scores(token_level_rewards: Tensor) -> Tensor:
+def outcome_scores(token_level_rewards: Tensor | Ragged) -> Tensor:
     """Sum (B, R) to (B,), in float64: then equal scores have exactly their common value as mean, in any order.
 
     Raises:
         NonFiniteError: a score is NaN or infinite.
     """
-    scores = token_level_rewards.sum(-1).double()
+    scores = row_sums(token_level_rewards).double()
     require_finite("token_level_rewards", scores)
     return scores
 
 
-def for_each_token(per_response: Tensor, rewards: Tensor, response_mask: Tensor) -> tuple[Tensor, Tensor]:
+def for_each_token(per_response: Tensor, rewards: Any, response_mask: Any) -> tuple[Tensor, Tensor]:
     """Advantages and returns, equal, of tokens that share their response's number: (B,) to (B, R), like ``rewards``."""
-    advantages = ValidTokens(response_mask).spread(per_response.to(rewards.dtype))
+    per_response = per_response.to(rewards.dtype)
+    if isinstance(response_mask, Ragged):
+        spread = response_mask.layout.spread(per_response)
+        advantages: Any = response_mask.like(
+            spread if is_whole(response_mask) else spread * (response_mask.values != 0)
+        )
+    else:
+        advantages = ValidTokens(response_mask).spread(per_response)
     # one tensor under two names: change neither in place
     return advantages, advantages
 
 
-def pack_finite(name: str, x: Tensor, tokens: ValidTokens) -> Tensor:
+def pack_finite(name: str, x: Any, tokens: ValidTokens) -> Tensor:
     """Pack (B, R) to (M,), in float32 or better.
 
     Raises:

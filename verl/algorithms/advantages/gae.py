@@ -3,7 +3,7 @@
 from torch import Tensor
 
 from verl.algorithms.advantages.common import builtin_estimator, pack_finite, whiten
-from verl.algorithms.valid_tokens import ValidTokens
+from verl.algorithms.valid_tokens import tokens_of
 
 
 @builtin_estimator(
@@ -13,6 +13,7 @@ from verl.algorithms.valid_tokens import ValidTokens
     "arXiv:1506.02438",
     "algorithms/advantages/test_gae.py::test_gae_of_a_batch_with_a_hole_by_hand",
     options="algorithm.gamma algorithm.lam algorithm.advantage.whiten",
+    ragged=True,
 )
 def compute_gae_advantage_return(
     token_level_rewards: Tensor,
@@ -47,7 +48,7 @@ def compute_gae_advantage_return(
 
     Source: Schulman et al. 2016, section 3 (arXiv:1506.02438).
     """
-    tokens = ValidTokens(response_mask)
+    tokens = tokens_of(response_mask)
     r = pack_finite("token_level_rewards", token_level_rewards, tokens)
     v = pack_finite("values", values, tokens)
     # packed: the token after a tool's output follows the one before it, and the last value of a row is followed by 0

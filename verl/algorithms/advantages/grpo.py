@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from verl.algorithms.advantages.common import Groups, for_each_token, outcome_scores, register_adv_est
+from verl.algorithms.advantages.common import Groups, for_each_token, outcome_scores, register_adv_est, takes_ragged
 from verl.algorithms.registry import About
 
 
@@ -31,6 +31,7 @@ from verl.algorithms.registry import About
         ),
     ],
 )
+@takes_ragged
 @torch.no_grad()
 def compute_grpo_outcome_advantage(
     token_level_rewards: Tensor,

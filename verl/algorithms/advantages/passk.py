@@ -16,6 +16,7 @@ from verl.algorithms.advantages.common import Groups, builtin_estimator, for_eac
     "arXiv:2503.19595",
     "algorithms/advantages/test_passk.py::test_grpo_passk_by_hand_pays_only_the_lead_of_the_best",
     options="algorithm.norm_adv_by_std_in_grpo",
+    ragged=True,
 )
 def compute_grpo_passk_outcome_advantage(
     token_level_rewards: Tensor,

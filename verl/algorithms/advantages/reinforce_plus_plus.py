@@ -6,7 +6,7 @@ import numpy as np
 from torch import Tensor
 
 from verl.algorithms.advantages.common import Groups, builtin_estimator, outcome_scores, pack_finite, whiten
-from verl.algorithms.valid_tokens import ValidTokens
+from verl.algorithms.valid_tokens import tokens_of
 
 
 @builtin_estimator(
@@ -16,6 +16,7 @@ from verl.algorithms.valid_tokens import ValidTokens
     "arXiv:2501.03262",
     "algorithms/advantages/test_reinforce_plus_plus.py::test_reinforce_plus_plus_by_hand",
     options="algorithm.gamma algorithm.advantage.whiten",
+    ragged=True,
 )
 def compute_reinforce_plus_plus_outcome_advantage(
     token_level_rewards: Tensor,
@@ -50,7 +51,7 @@ def compute_reinforce_plus_plus_outcome_advantage(
     """
     if gamma is None and config is None:
         raise ValueError("reinforce_plus_plus: gamma is missing. Pass gamma=, or config= with a gamma.")
-    tokens = ValidTokens(response_mask)
+    tokens = tokens_of(response_mask)
     r = pack_finite("token_level_rewards", token_level_rewards, tokens)
     returns = tokens.suffix_sum(r, config.gamma if gamma is None else gamma)
     # returns stay on the scale of the rewards: only advantages are whitened
@@ -64,6 +65,7 @@ def compute_reinforce_plus_plus_outcome_advantage(
     "arXiv:2501.03262",
     "algorithms/advantages/test_reinforce_plus_plus.py::test_reinforce_plus_plus_baseline_by_hand",
     options="algorithm.advantage.whiten",
+    ragged=True,
 )
 def compute_reinforce_plus_plus_baseline_outcome_advantage(
     token_level_rewards: Tensor,
@@ -97,7 +99,7 @@ def compute_reinforce_plus_plus_baseline_outcome_advantage(
     Source: Hu et al. 2025, REINFORCE++ (arXiv:2501.03262).
     """
     scores, groups = outcome_scores(token_level_rewards), Groups(index, token_level_rewards.device)
-    tokens = ValidTokens(response_mask)
+    tokens = tokens_of(response_mask)
     # spread before whitening: its mean and variance are over tokens, so long responses count more
     advantages = tokens.repeat(groups.centred(scores).to(token_level_rewards.dtype))
     advantages = tokens.unpack(whiten(advantages, tokens) if whiten_advantages else advantages)

@@ -5,7 +5,7 @@ from typing import Any
 from torch import Tensor
 
 from verl.algorithms.advantages.common import builtin_estimator, pack_finite, require_finite
-from verl.algorithms.valid_tokens import ValidTokens
+from verl.algorithms.valid_tokens import tokens_of
 
 
 @builtin_estimator(
@@ -14,6 +14,7 @@ from verl.algorithms.valid_tokens import ValidTokens
     "one response to a prompt; costs one greedy response more",
     "arXiv:2310.10505",
     "algorithms/advantages/test_remax.py::test_remax_by_hand",
+    ragged=True,
 )
 def compute_remax_outcome_advantage(
     token_level_rewards: Tensor, reward_baselines: Tensor, response_mask: Tensor, config: Any = None, **kwargs: Any
@@ -36,7 +37,7 @@ def compute_remax_outcome_advantage(
 
     Source: Li et al. 2024, section 4 (arXiv:2310.10505).
     """
-    tokens = ValidTokens(response_mask)
+    tokens = tokens_of(response_mask)
     r = pack_finite("token_level_rewards", token_level_rewards, tokens)
     # one number a row: not masked, so not checked by packing
     require_finite("reward_baselines", reward_baselines)

@@ -22,6 +22,7 @@ from verl.algorithms.registry import About
     "as GRPO without std; unbiased also for small n",
     "arXiv:2402.14740",
     "algorithms/advantages/test_rloo.py::test_rloo_by_hand",
+    ragged=True,
 )
 def compute_rloo_outcome_advantage(
     token_level_rewards: Tensor,

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from verl.algorithms.advantages import get_adv_estimator_fn
-from verl.algorithms.advantages.common import NonFiniteError, find_turns, require_finite
+from verl.algorithms.advantages.common import NonFiniteError, does_take_ragged, find_turns, require_finite
 from verl.algorithms.advantages.gigpo import STATE_COLUMN, anchor_groups, anchor_metrics
 from verl.algorithms.kl import kl_penalty as kl_estimate
 from verl.algorithms.reward_shaping import (
@@ -34,6 +34,7 @@ from verl.algorithms.reward_shaping import (
     whiten_tokens,
     within_difficulty,
 )
+from verl.algorithms.valid_tokens import is_whole
 from verl.batch.balancing import log_seqlen_unbalance
 from verl.batch.partition import CallPlan, MiniBatches, PartitionPlan, RowCost, row_lengths
 from verl.batch.ragged import WINDOWS, Layout, Ragged
@@ -135,9 +136,9 @@ def compute_advantage(
 ) -> DataProto:
     """Run the named estimator; adds ``advantages`` and ``returns``, both (B, R).
 
-    The estimator sees the columns of the responses trimmed to the longest of them, so padding costs nothing. A reward
-    on a masked token is moved to the sampled token it answers before (`onto_sampled_tokens`): most estimators read
-    no other.
+    Built-in estimators see the columns of the responses without padding, others as tensors trimmed to the longest of
+    them. A reward on a masked token is moved to the sampled token it answers before (`onto_sampled_tokens`): most
+    estimators read no other.
     An estimator receives those of the following arguments that it names: ``token_level_rewards``, ``response_mask``,
     ``index`` (the prompts' uid), ``values``, ``reward_baselines``, ``gamma``, ``lam``, ``norm_adv_by_std_in_grpo``,
     ``num_repeat``, ``step_gamma``, ``whiten_advantages`` (where ``advantage.whiten`` is set), ``config``,
@@ -162,19 +163,29 @@ def compute_advantage(
     if "token_level_rewards" in data.keys():
         move_to_sampled_tokens(data, "token_level_rewards")
     advantages, returns = _call_by_name(get_adv_estimator_fn(adv_estimator), available, data, adv_estimator)
-    sampled = response_column(data, "response_mask") != 0
     for column, values in (("advantages", advantages), ("returns", returns)):
-        # one sum for the usual case: it is finite if all are, and seldom if one is not
-        if values.shape == sampled.shape and not torch.where(sampled, values, 0).sum().isfinite():
-            bad = (sampled & ~values.isfinite()).any(-1).nonzero().squeeze(-1).tolist()
-            if bad:
-                raise NonFiniteError(
-                    f"{column} of algorithm.adv_estimator={adv_estimator} are NaN or infinite in {len(bad)} of the "
-                    f"batch's rows (first: {bad[:5]}), though the rewards are finite: an update would spoil every "
-                    "weight. Look at the estimator, at values it divides by, and at the log-probs or values it reads."
-                )
+        if isinstance(values, Ragged):
+            if not values.values.sum().isfinite():
+                _require_finite(column, adv_estimator, values.values, values.layout.row_numbers)
+            data.put(column, values)
+            continue
+        sampled = response_column(data, "response_mask") != 0
+        if values.shape == sampled.shape:
+            _require_finite(column, adv_estimator, values[sampled], sampled.nonzero()[:, 0])
         put_response_column(data, column, values)
     return data
+
+
+def _require_finite(column: str, adv_estimator: str, values: Tensor, rows: Tensor) -> None:
+    """Refuse NaN and infinity on valid tokens (T,) of ``rows`` (T,)."""
+    # one sum for the usual case: it is finite if all are, and seldom if one is not
+    if values.sum().isfinite() or not len(bad := rows[~values.isfinite()].unique().tolist()):
+        return
+    raise NonFiniteError(
+        f"{column} of algorithm.adv_estimator={adv_estimator} are NaN or infinite in {len(bad)} of the "
+        f"batch's rows (first: {bad[:5]}), though the rewards are finite: an update would spoil every "
+        "weight. Look at the estimator, at values it divides by, and at the log-probs or values it reads."
+    )
 
 
 def columns_read_early(adv_estimator: str) -> list[str]:
@@ -197,19 +208,20 @@ def check_estimator_waits(adv_estimator: str) -> None:
         )
 
 
-def _call_by_name(fn: Callable, available: Mapping[str, Any], data: DataProto, name: str) -> tuple[Tensor, Tensor]:
+def _call_by_name(fn: Callable, available: Mapping[str, Any], data: DataProto, name: str) -> tuple[Any, Any]:
     """Call ``fn`` with the arguments it names, taken from ``available`` first and from the batch's columns second."""
     arguments: dict[str, Any] = {}
     parameters = inspect.signature(fn).parameters.values()
     takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
     names = set(data.keys())
+    read: Callable[[DataProto, str], Any] = _without_padding if does_take_ragged(fn) else _trimmed
     for p in parameters:
         if p.kind in (p.VAR_KEYWORD, p.VAR_POSITIONAL):
             continue
         if p.name in available:
             arguments[p.name] = available[p.name]
         elif p.name in names:
-            arguments[p.name] = _trimmed(data, p.name)
+            arguments[p.name] = read(data, p.name)
         elif p.name in data.non_tensor_batch:
             arguments[p.name] = data.non_tensor_batch[p.name]
         elif p.default is p.empty:
@@ -219,12 +231,12 @@ def _call_by_name(fn: Callable, available: Mapping[str, Any], data: DataProto, n
                 f"Produce that column before the advantages, or give the argument a default."
             )
     if takes_all:
-        columns = {name: _trimmed(data, name) for name in ("token_level_rewards", "response_mask")}
+        columns = {name: read(data, name) for name in ("token_level_rewards", "response_mask")}
         arguments = {**available, **columns, **arguments}
     result, rows = fn(**arguments), len(data)
     # a lone (2, R) tensor would come apart into two rows
     is_pair = isinstance(result, (tuple, list)) and len(result) == 2
-    if is_pair and all(isinstance(x, Tensor) and x.dim() == 2 and len(x) == rows for x in result):
+    if is_pair and all(isinstance(x, Tensor | Ragged) and len(x.shape) == 2 and x.shape[0] == rows for x in result):
         return result[0], result[1]
     parts = result if isinstance(result, (tuple, list)) else [result]
     shapes = ", ".join(str(tuple(x.shape)) if isinstance(x, Tensor) else type(x).__name__ for x in parts)
@@ -239,8 +251,15 @@ def _trimmed(data: DataProto, name: str) -> Tensor:
     return response_column(data, name) if WINDOWS.get(name) == "response" else data.column(name)
 
 
+def _without_padding(data: DataProto, name: str) -> Any:
+    """Return a response column as it is kept, any other as it is."""
+    return data.ragged(name) if WINDOWS.get(name) == "response" else data.column(name)
+
+
 def move_to_sampled_tokens(data: DataProto, name: str) -> None:
     """Move the rewards in column ``name`` (B, R) to tokens of ``response_mask``; see `onto_sampled_tokens`."""
+    if is_whole(data.ragged("response_mask")):
+        return
     rewards, mask = (response_column(data, column) for column in (name, "response_mask"))
     moved = onto_sampled_tokens(rewards, mask)
     if moved is not rewards:
