@@ -64,6 +64,8 @@ def test_chunks_give_the_values_and_gradients_of_whole_logits(monkeypatch, maths
     if want_entropy:
         loss, loss_64 = loss + (entropy * pull[1]).sum(), loss_64 + (entropy_64 * pull[1]).sum()
         torch.testing.assert_close(entropy.double(), entropy_64, rtol=1e-5, atol=1e-5)
+        # of old log-probs with entropy and an update without, the ratio is exactly 1
+        assert torch.equal(log_probs, chunked_log_probs(hidden, weight, targets, maths)[0])
     loss.backward()
     loss_64.backward()
     torch.testing.assert_close(log_probs.double(), log_probs_64, rtol=1e-5, atol=1e-5)

@@ -313,19 +313,18 @@ def test_impossible_sampling_parameters_are_refused(bad, message):
         SamplingParams(**{"max_tokens": 1} | bad)
 
 
-@pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 1e-5), ("bfloat16", 1e-2)])
-def test_prepacked_weights_compute_what_plain_ones_do_and_are_freed_in_sleep(dtype, tolerance, synced, monkeypatch):
-    rollout, prompt = synced(dtype=dtype), some_prompts(1)[0]
+def test_prepacked_weights_compute_what_plain_ones_do_and_are_freed_in_sleep(synced, monkeypatch):
+    rollout, prompt = synced(dtype="bfloat16"), some_prompts(1)[0]
     ids = torch.tensor([list(prompt)])
     prepacked = rollout._prepacked
     if not prepacked.full_bytes:
-        pytest.skip("this torch has no oneDNN")
+        pytest.skip("this CPU or torch has no bf16 products of oneDNN")
     with torch.inference_mode():
         plain = rollout.model(ids).logits.float().log_softmax(-1)
         prepacked.prepack()
         assert prepacked.num_bytes == prepacked.full_bytes > 0
         found = rollout.model(ids).logits.float().log_softmax(-1)
-        torch.testing.assert_close(found, plain, rtol=0, atol=tolerance)
+        torch.testing.assert_close(found, plain, rtol=0, atol=1e-5)
         # queries, keys and values really came from one product
         products = []
         whole = torch.ops.mkldnn._linear_pointwise

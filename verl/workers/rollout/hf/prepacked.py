@@ -1,4 +1,4 @@
-"""Linear layers on CPU with weights in the blocked layout of oneDNN, which its matrix products otherwise make anew.
+"""Linear layers in bf16 on CPU, with weights in the blocked layout that oneDNN's products otherwise make each time.
 
 A decode step of few rows reads every weight once, and rearranging it takes longer than the product. Weights are
 prepacked when a request runs for the first time after they arrived, and freed when they change or sleep. Queries, keys
@@ -31,7 +31,8 @@ def can_prepack(device: torch.device, dtype: torch.dtype) -> bool:
         return False
     if not hasattr(torch.ops.mkldnn, "_reorder_linear_weight"):
         return False
-    return dtype == torch.float32 or (dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    # not in fp32, where it would round otherwise than the training engine's products; in bf16 results are the same
+    return dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported()
 
 
 class PrepackedWeights:
