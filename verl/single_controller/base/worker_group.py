@@ -187,9 +187,9 @@ class Hosts(ABC):
                 f"{role}.{method}: the {self.world_size} processes of this group were stopped{why}. Start a new group."
             ) from self.failure
         with self._lock:  # ranks get messages in the order in which the ledger wrote them
-            requests = self._encoded(requests)
             try:
-                handles = self._stopping_on_failure(lambda: self._submit(role, method, requests, exposed))
+                encoded = self._encoded(requests)
+                handles = self._stopping_on_failure(lambda: self._submit(role, method, encoded, exposed))
             except BaseException:
                 if self.ledger is not None:
                     self.ledger.reset()  # some ranks may not have got what it has written
