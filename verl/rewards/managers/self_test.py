@@ -121,12 +121,8 @@ def try_reward_function(config: Any, reward_fn: Any, dataset: Any) -> Report | N
     """
     section = config.reward_model
     # a judge of the run's own does not answer before its workers run
-    if (
-        section.self_test == "off"
-        or section.enable
-        or section.runs_judge
-        or not isinstance(reward_fn, RuleRewardManager)
-    ):
+    is_off = section.self_test == "off" or section.enable or getattr(section, "runs_judge", False)
+    if is_off or not isinstance(reward_fn, RuleRewardManager):
         return None
     if config.env.reward == "environment":
         return None
