@@ -1,4 +1,4 @@
-"""Random numbers of seeded requests, drawn for all rows at once..
+"""Random numbers of seeded requests, drawn for all rows at once.
 
 vLLM keeps a generator for each seeded request and draws row by row in Python. Here the noise of a token depends on its
 request's seed, its position in the sequence and its index in the vocabulary, and on nothing else: by the Gumbel-max
