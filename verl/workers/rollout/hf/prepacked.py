@@ -65,9 +65,9 @@ class PrepackedWeights:
             layer.install()
 
     def prepack(self) -> None:
-        """Prepack the present weights, if that is not done."""
+        """Prepack the present weights, if that is not done; also those that were written to in place since."""
         for layer in self._layers:
-            if layer.weight is None:
+            if layer.weight is None or layer.versions != layer.versions_now():
                 layer.prepack()
 
     def drop(self) -> None:
@@ -93,6 +93,8 @@ class _Layer:
         self.modules = modules
         self.weight: Tensor | None = None
         self.bias: Tensor | None = None
+        self.versions: list[int] = []
+        """Of the modules' weights as they are packed."""
         self.full_bytes = sum(module.weight.nbytes for module in modules)
         self._input: Tensor | None = None
         self._outputs: list[Tensor | None] = []
@@ -101,7 +103,12 @@ class _Layer:
         for index, module in enumerate(self.modules):
             module.forward = self._forward_of(index, module)  # type: ignore[method-assign]
 
+    def versions_now(self) -> list[int]:
+        # tensors made in inference mode count no versions: nothing but a sync writes to these
+        return [module.weight._version for module in self.modules if not module.weight.is_inference()]
+
     def prepack(self) -> None:
+        self.versions = self.versions_now()
         weights = [module.weight.detach() for module in self.modules]
         whole = weights[0] if len(weights) == 1 else torch.cat(weights)
         self.weight = torch.ops.mkldnn._reorder_linear_weight(whole, _ROWS)
