@@ -43,6 +43,8 @@ actor_rollout_ref.actor.tau_neg actor_rollout_ref.actor.tau_pos
 algorithm.filter_groups.enable algorithm.filter_groups.max_num_gen_batches algorithm.filter_groups.metric
 algorithm.gdpo_reward_keys algorithm.gdpo_reward_weights algorithm.step_gamma
 actor_rollout_ref.actor.fsdp_config.mixed_precision actor_rollout_ref.actor.fsdp_config.model_dtype
+actor_rollout_ref.actor.fsdp_config.reduce_once actor_rollout_ref.ref.fsdp_config.reduce_once
+critic.model.fsdp_config.reduce_once reward_model.model.fsdp_config.reduce_once
 actor_rollout_ref.actor.fsdp_config.wrap_policy.transformer_layer_cls_to_wrap
 actor_rollout_ref.actor.optim.betas actor_rollout_ref.actor.optim.eps actor_rollout_ref.actor.optim.optimizer
 actor_rollout_ref.actor.optim.lr_wsd_decay_steps actor_rollout_ref.actor.optim.lr_wsd_decay_style

@@ -29,8 +29,8 @@ class StrategyTraits(NamedTuple):
 
 
 _SHARDING = (
-    "reshard_after_forward", "fsdp_size", "forward_prefetch", "offload_policy", "wrap_policy.min_num_params",
-    "wrap_policy.transformer_layer_cls_to_wrap",
+    "reshard_after_forward", "fsdp_size", "forward_prefetch", "reduce_once", "offload_policy",
+    "wrap_policy.min_num_params", "wrap_policy.transformer_layer_cls_to_wrap",
 )  # fmt: skip
 STRATEGIES: dict[str, StrategyTraits] = {
     "fsdp1": StrategyTraits(has_flat_pieces=True),
@@ -108,6 +108,11 @@ class FSDPConfig(Config):
     forward_prefetch: bool = False
     """Start to gather the next layer's parameters as soon as the current layer's have arrived: hides communication
     behind computation for one more layer's memory. The backward pass always does."""
+
+    reduce_once: bool | None = None
+    """Sum gradients over ranks once a mini-batch instead of once a micro-batch: less communication, and meanwhile every
+    rank holds whole gradients in fp32, 4 bytes a weight. Needs ``strategy=fsdp2``. Null: on a CPU device, where gloo is
+    slow. Changes no number but by rounding."""
 
     full_determinism: bool = False
     """Use only algorithms of torch, cuBLAS and flash-attn that repeat bit for bit, so that two runs on one machine are

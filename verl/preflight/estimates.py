@@ -339,7 +339,7 @@ def _update(config: PPOConfig, role: RoleMemory, device: str) -> dict[str, int]:
     parts = {"copies of weights": role.gathered, "activations": kept}
     sp = section.ulysses_sequence_parallel_size
     backend = backend_of(section.strategy, device, config.trainer.world_size)
-    if device == "cpu" and backend.startswith("fsdp") and rows * longest_row(config) > tokens * sp:
+    if role.reduces_once and backend.startswith("fsdp") and rows * longest_row(config) > tokens * sp:
         # gradients of several micro-batches are summed unsharded, and reduced with the last
         parts["sums of gradients"] = trained_parameters(config, role.key, role.model) * BYTES["fp32"]
     return parts | _logits(config, role, tokens, device, trains=True)
@@ -446,6 +446,8 @@ class RoleMemory(NamedTuple):
     offloads_optimizer: bool
     keeps_gradients: bool
     """Whether their memory stays allocated between updates."""
+    reduces_once: bool
+    """Whether gradients are summed over ranks with the last micro-batch only."""
 
 
 def roles_memory(config: PPOConfig) -> list[RoleMemory]:
@@ -512,6 +514,7 @@ def _role(config: PPOConfig, key: str, place: str, model: ModelShape) -> RoleMem
         offloads_weights=offloads and sharding.param_offload,
         offloads_optimizer=offloads and sharding.optimizer_offload,
         keeps_gradients=keeps_gradients,
+        reduces_once=not offloads if (once := sharding.get("reduce_once")) is None else once,
     )
 
 

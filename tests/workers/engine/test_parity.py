@@ -18,7 +18,7 @@ SHARDINGS = [
     {"fsdp_size": 1},
     {"reshard_after_forward": False},
     {"fsdp_size": 2, "offload_policy": True},
-    {"forward_prefetch": True},
+    {"forward_prefetch": True, "reduce_once": False},
 ]
 
 

@@ -97,6 +97,14 @@ def offload_policy_requires_fsdp2(config: PPOConfig) -> Iterator[Problem]:
 
 
 @validator("error")
+def reduce_once_requires_fsdp2(config: PPOConfig) -> Iterator[Problem]:
+    for role in engine_roles(config):
+        if role.section.strategy == "fsdp1" and role.sharding.reduce_once:
+            text = f"needs fsdp2: FSDP1 reduces each micro-batch. Set {role.key}.strategy=fsdp2, or leave it null."
+            yield problem(config, f"{role.place}.reduce_once", text, f"{role.key}.strategy")
+
+
+@validator("error")
 def l2_coef_requires_whole_weights(config: PPOConfig) -> Iterator[Problem]:
     actor = config.actor_rollout_ref.actor
     # the actor is always the first of the roles

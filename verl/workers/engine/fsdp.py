@@ -58,8 +58,7 @@ class FSDPEngine(Engine):
         moves = not self._on_host and has_own_memory(self.device)
         self._offload_params = moves and config.param_offload
         self._offload_optimizer = moves and config.optimizer_offload
-        # Gradients kept whole over micro-batches save slow gloo traffic; on a device they would not fit.
-        self._reduce_once = self.device.type == "cpu"
+        self._reduce_once = self.device.type == "cpu" if config.reduce_once is None else config.reduce_once
         self.module = self._sharded_model(config, seed)
         self._prepare()
         self._after_infer()
