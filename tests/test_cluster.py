@@ -52,6 +52,21 @@ def test_nodes_are_looked_at_and_what_is_missing_is_said(cluster, tmp_path):
     assert re.search(r"gloo, 4 MiB over 2 nodes: [\d.]+ GB/s a node, exact", found["all-reduce"]["text"])
 
 
+OWN = """
+import ray
+from verl.single_controller.ray.cluster import start_own_cluster
+start_own_cluster({"num_cpus": 1, "object_store_memory_mb": 80}, {})
+print("nodes:", len(ray.nodes()))
+"""
+
+
+@pytest.mark.ray
+def test_without_its_address_a_cluster_on_this_machine_is_left_alone(cluster):
+    env = {name: value for name, value in cluster.items() if name not in ("RAY_ADDRESS", "RAY_AUTH_MODE")}
+    done = subprocess.run([sys.executable, "-c", OWN], env=env, capture_output=True, text=True, timeout=100)
+    assert "nodes: 1" in done.stdout, done.stderr[-2000:]
+
+
 @pytest.mark.ray
 def test_a_run_over_two_nodes_gives_the_numbers_of_one(cluster, tmp_path):
     shared = {"trainer__total_training_steps": 2, "actor_rollout_ref__actor__strategy": "fsdp2"}

@@ -66,6 +66,7 @@ def start_own_cluster(options: Mapping[str, Any], runtime_env: Mapping[str, Any]
     os.environ.update({name: os.environ.get(name, value) for name, value in _FRUGAL.items()})
     _close_to_others()
     init_ray(
+        address="local",  # without it Ray joins a cluster that somebody has started on this machine
         num_cpus=options.get("num_cpus") or max(8, os.cpu_count() or 1),
         object_store_memory=_object_store_bytes(options.get("object_store_memory_mb")),
         include_dashboard=bool(options.get("include_dashboard", False)),
