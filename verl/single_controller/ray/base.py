@@ -395,6 +395,11 @@ class RayHosts(Hosts):
         for call, problem in problems:
             if isinstance(problem, RayActorError):
                 return self._death([call], problem)
+        # others fail at once when a node dies; Ray itself notices later
+        for call in (call for call, problem in problems if problem is None and call.ref in pending and call.rank >= 0):
+            if lost := _why_lost(self._nodes.get(call.rank)):
+                pid = self.pids[call.rank] or None
+                return WorkerDied(call.role, call.rank, self.world_size, call.method, pid, lost_node=lost)
         if isinstance(error.cause, WorkerError):
             return error.cause
         call = next((call for call, problem in problems if problem is not None), calls[0])
