@@ -4,7 +4,7 @@ from safetensors.torch import load_file, save_file
 
 from tests.support.images import make_tiny_vl_model
 from tests.support.tiny_models import make_tiny_model
-from verl.models.loader import ModelSpec, empty_model, load_config, load_model, source_dtype
+from verl.models.loader import LoRASpec, ModelSpec, empty_model, load_config, load_model, source_dtype, stored_model
 from verl.utils.exit_codes import ExitCode, exit_code
 
 
@@ -118,6 +118,8 @@ def test_missing_weights_are_an_error(folder, tmp_path):
     save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(ValueError, match=r"lacks 1 weights.*model.layers.1.mlp.up_proj.weight"):
         load_model(ModelSpec(str(tmp_path)))
+    with pytest.raises(ValueError, match=r"lacks 1 weights.*model.layers.1.mlp.up_proj.weight"):
+        stored_model(ModelSpec(str(tmp_path)))
 
 
 def test_weights_that_are_not_finite_are_an_error(tmp_path):
@@ -147,3 +149,31 @@ def test_softcapped_attention_is_not_left_to_the_kernel_that_drops_it(tmp_path):
     assert load_model(ModelSpec(plain)).config._attn_implementation == "sdpa"
     chosen = ModelSpec(plain, override_config={"attn_implementation": "eager"})
     assert load_model(chosen).config._attn_implementation == "eager"
+
+
+STORED = [
+    ("qwen2", {}, {"head": "value"}),
+    ("qwen2", {"tie_word_embeddings": True}, {"lora": LoRASpec(4), "param_dtype": "bf16"}),
+    ("qwen3_moe", {"num_experts": 4, "moe_intermediate_size": 16}, {}),
+]
+
+
+@pytest.mark.parametrize("family, entries, options", STORED)
+def test_rows_of_the_files_are_those_of_the_loaded_model(tmp_path, family, entries, options):
+    spec = ModelSpec(make_tiny_model(tmp_path, family, **entries), **options)
+    whole = load_model(spec, seed=3)
+    load_model(ModelSpec(spec.path)).save_pretrained(tmp_path, max_shard_size="40KB")
+    (tmp_path / "model.safetensors").unlink()
+    model, files = stored_model(spec, seed=3)
+    assert len(list(tmp_path.glob("*.safetensors"))) > 2
+    expected = dict(whole.named_parameters())
+    for name, parameter in model.named_parameters():
+        assert parameter.is_meta == (name in files) and parameter.requires_grad == expected[name].requires_grad
+        if name in files:
+            middle, end = len(parameter) // 2, len(parameter)
+            pieces = [files.rows(name, *ends, parameter.dtype) for ends in ((0, 0), (0, middle), (middle, end))]
+            parameter = torch.cat(pieces)
+        assert torch.equal(parameter, expected.pop(name)), name
+    assert not expected
+    buffers = dict(model.named_buffers())
+    assert all(torch.equal(buffers.pop(name), buffer) for name, buffer in whole.named_buffers()) and not buffers

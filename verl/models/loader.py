@@ -7,17 +7,19 @@ from __future__ import annotations
 
 import importlib
 import logging
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Iterator, Mapping, Set
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
 
 from verl.models.heads import is_classifier, is_head, reward_class, value_class
 from verl.models.multimodal import is_vision_language, vision_tower
+from verl.models.weight_files import WeightFiles, stored_tensors
 from verl.models.weight_names import remember_conversions
 from verl.utils.fs import copy_to_local
 from verl.utils.model import unknown_entries, update_model_config, without_progress_bars
@@ -270,7 +272,8 @@ def load_model(spec: ModelSpec, seed: int = 0, dtype: torch.dtype | None = None)
                 ignore_mismatched_sizes=True,  # reported below
             )
             _check_complete(spec, report)
-            _check_finite(spec, model)
+            for name, parameter in model.named_parameters():
+                check_finite(spec, name, parameter)
         else:
             model = _from_config(spec, config, dtype)
     return _prepare(spec, model, seed, dtype)
@@ -283,9 +286,85 @@ def empty_model(spec: ModelSpec, dtype: torch.dtype | None = None) -> nn.Module:
         dtype: of the weights (default ``spec.param_dtype``); buffers, as rotary frequencies, keep the model's own.
     """
     dtype = dtype or spec.param_torch_dtype
-    # buffers are made too, without memory: the sharding engine fills them
+    # buffers are made too, without memory: whoever shards the model fills them
     with torch.device("meta"):
         return _prepare(spec, _from_config(spec, load_config(spec), dtype), dtype=dtype)
+
+
+def stored_model(spec: ModelSpec, seed: int = 0, dtype: torch.dtype | None = None) -> tuple[Any, WeightFiles] | None:
+    """Build the model with its weights left in their files: on the meta device, for whoever reads a part of each.
+
+    Buffers, and what the files lack (a new head) or never have (an adapter), are on CPU as `load_model` makes them.
+
+    Returns:
+        The model, and the weights of its parameters on the meta device. None where they can only be loaded whole:
+        files other than safetensors, quantized numbers, code of the folder's own, two values for a tied weight.
+
+    Raises:
+        ValueError: as `load_model`, but for numbers that are not finite: see `check_finite`.
+    """
+    from transformers import PreTrainedModel
+
+    config, dtype = load_config(spec), dtype or spec.param_torch_dtype
+    stored = stored_tensors(spec.folder) if spec.load else None
+    if stored is None or getattr(config, "quantization_config", None):
+        return None
+    with torch.device("meta"):
+        model: Any = _from_config(spec, config, dtype)
+    is_ours = type(model).__module__ == value_class.__module__
+    if not isinstance(model, PreTrainedModel) or model.is_custom_code() and not is_ours:
+        return None
+    files = WeightFiles(stored, model)
+    names: dict[nn.Parameter, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(parameter, []).append(name)
+    sources = {parameter: [name for name in same if name in files] for parameter, same in names.items()}
+    if any(len(found) > 1 for found in sources.values()):
+        return None
+    buffers = model.state_dict().keys() - {name for same in names.values() for name in same}
+    lacking = [names[parameter][0] for parameter, found in sources.items() if not found]
+    lacking += [name for name in buffers if name not in files]
+    known = re.compile("|".join(model._keys_to_ignore_on_load_missing or ()) or "(?!)")
+    missing = [name for name in lacking if not known.search(name)]
+    _check_complete(spec, {"missing_keys": missing, "mismatched_keys": files.mismatched})
+    with torch.random.fork_rng(devices=[]), _quiet_transformers():
+        torch.manual_seed(seed)
+        _initialize(model, {parameter for parameter, found in sources.items() if found})
+    for name in buffers:
+        if name in files:
+            buffer = model.get_buffer(name)
+            buffer.copy_(files.rows(name, 0, len(buffer) if buffer.ndim else 1, buffer.dtype))
+    _prepare(spec, model, seed, dtype)
+    # by the objects: an adapter gives the layers other names
+    files.rename(
+        {
+            name: sources[parameter][0]
+            for name, parameter in model.named_parameters(remove_duplicate=False)
+            if sources.get(parameter)
+        }
+    )
+    return model, files
+
+
+@torch.no_grad()
+def _initialize(model: Any, stored: Set[nn.Parameter]) -> None:
+    """Give all but the ``stored`` parameters memory and their first values, as transformers' ``from_pretrained``."""
+    made: dict[Tensor, Tensor] = {}
+    for module in model.modules():
+        module.__dict__.pop("_is_hf_initialized", None)
+        for name, parameter in module._parameters.items():
+            if parameter is not None and parameter not in stored:
+                made.setdefault(parameter, nn.Parameter(torch.empty_like(parameter, device="cpu")))
+                module._parameters[name] = made[parameter]
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                module._buffers[name] = torch.empty_like(buffer, device="cpu")
+    # transformers' mark of what is not to be made
+    for parameter in stored:
+        vars(parameter)["_is_hf_initialized"] = True
+    model.initialize_weights()
+    for parameter in stored:
+        del vars(parameter)["_is_hf_initialized"]
 
 
 def _auto_class(spec: ModelSpec, config: Any) -> Any:
@@ -346,13 +425,13 @@ def _check_complete(spec: ModelSpec, report: Mapping[str, Any]) -> None:
         )
 
 
-def _check_finite(spec: ModelSpec, model: nn.Module) -> None:
-    for name, parameter in model.named_parameters():
-        if found := nonfinite_numbers(parameter):
-            raise ValueError(
-                f"model.path={spec.path!r}: {name} has {found}, so every output of this model would be NaN. Its files "
-                "are of a training that diverged, or were converted wrongly: use another checkpoint."
-            )
+def check_finite(spec: ModelSpec, name: str, weight: Tensor) -> None:
+    """Raise ValueError unless all numbers of a weight are finite."""
+    if found := nonfinite_numbers(weight):
+        raise ValueError(
+            f"model.path={spec.path!r}: {name} has {found}, so every output of this model would be NaN. Its files "
+            "are of a training that diverged, or were converted wrongly: use another checkpoint."
+        )
 
 
 def _prepare(spec: ModelSpec, model: Any, seed: int = 0, dtype: torch.dtype | None = None) -> nn.Module:

@@ -30,6 +30,7 @@ from transformers.pytorch_utils import Conv1D
 
 from verl.models.multimodal import vision_tower
 from verl.models.weight_names import plain_name
+from verl.utils.distributed import get_rank
 from verl.utils.py_functional import derive_seed
 
 if TYPE_CHECKING:
@@ -49,7 +50,8 @@ def add_adapter(model: Any, spec: LoRASpec, seed: int, is_value: bool = False) -
     """Add an adapter to every target layer of ``model``, in place, and freeze the rest except a value head.
 
     The first A is uniform in +-1/sqrt(in), generated from ``seed`` and the layer's name only; with
-    ``spec.adapter_path`` A and B come from there. A model on the meta device gets the shapes only.
+    ``spec.adapter_path`` A and B come from there. Within ``torch.device("meta")`` the adapter gets its shapes only;
+    else it has memory also where the model's weights have none.
 
     Raises:
         ValueError: a target that is no linear layer of the model, or a saved adapter that does not fit ``spec``.
@@ -77,10 +79,13 @@ def add_adapter(model: Any, spec: LoRASpec, seed: int, is_value: bool = False) -
             getattr(model, name).requires_grad_(True)
             config.modules_to_save = [name]
     layers = adapter_layers(model)
-    if next(iter(layers.values())).lora_A[_ADAPTER].weight.is_meta:
+    if torch.get_default_device().type == "meta":
         return
     with torch.no_grad():
         for name, layer in layers.items():
+            for part in (layer.lora_A[_ADAPTER], layer.lora_B[_ADAPTER]):
+                if part.weight.is_meta:  # as the weight it adapts
+                    part.to_empty(device="cpu")
             first = layer.lora_A[_ADAPTER].weight
             generator = torch.Generator().manual_seed(derive_seed(seed, "lora", name))
             bound = first.shape[1] ** -0.5
@@ -103,7 +108,7 @@ def target_layers(model: Any, spec: LoRASpec) -> list[str]:
     adaptable, not_adaptable = _linear_layers(model, vision_tower(model) if spec.leaves_vision_tower else None)
     if spec.target_modules == "all-linear":
         chosen = set(adaptable)
-        if not_adaptable and not next(model.parameters()).is_meta:  # once, where weights are loaded
+        if not_adaptable and get_rank() == 0 and torch.get_default_device().type != "meta":
             reasons = {".".join(name.split(".")[-2:]): reason for name, reason in not_adaptable.items()}
             left_out = "; ".join(f"{name} ({reason})" for name, reason in reasons.items())
             logger.warning("model.target_modules=all-linear leaves out layers that cannot get an adapter: %s", left_out)

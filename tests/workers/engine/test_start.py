@@ -1,10 +1,11 @@
-"""How a sharded engine gets its weights: read once, by one rank, and handed out tensor by tensor."""
+"""How a sharded engine gets its weights: each rank reads its slices from the files, or rank 0 reads and hands out."""
 
 import os
 
 import pytest
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
 from tests.support.ranks import run_ranks
@@ -76,15 +77,47 @@ def _bytes(model):
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("family, dtype", [*((family, "fp32") for family in FAMILIES), ("qwen2", "bf16")])
-def test_rank_0_reads_the_model_and_all_have_it(tmp_path, backend, family, dtype):
+def test_no_rank_loads_the_model_and_all_have_it(tmp_path, backend, family, dtype):
     folder = make_tiny_model(tmp_path, family, num_hidden_layers=4, **FAMILIES[family])
-    for rank, read, odd, missing, made, largest, total in run_ranks(
+    for _, read, odd, missing, made, largest, total in run_ranks(
         2, _start, backend, ModelSpec(folder, compute_dtype=dtype)
     ):
+        assert not read and not odd and not missing
+        # no rank holds more at once than a tensor, or in FSDP1 a unit
+        assert made <= (largest if backend is FSDPEngine else total / 2)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_rank_0_reads_what_can_only_be_loaded_whole(tmp_path, backend):
+    folder = make_tiny_model(tmp_path, "qwen2")
+    weights = load_file(tmp_path / "model.safetensors")
+    torch.save(weights, tmp_path / "pytorch_model.bin")
+    (tmp_path / "model.safetensors").unlink()
+    for rank, read, odd, missing, *_ in run_ranks(2, _start, backend, ModelSpec(folder, compute_dtype="fp32")):
         assert read == ([folder] if rank == 0 else [])
         assert not odd and not missing
-        if rank:  # no other rank holds more at once than a tensor, or in FSDP1 a unit
-            assert made <= (largest if backend is FSDPEngine else total / 2)
+
+
+def _refusals(nan, torn):
+    def refusal(folder):
+        with pytest.raises(ValueError) as caught:
+            FSDPEngine(ModelSpec(folder))
+        return str(caught.value)
+
+    return refusal(nan), refusal(torn)
+
+
+def test_every_rank_names_the_weight_that_one_refuses(tmp_path):
+    for name in ("nan", "torn"):
+        make_tiny_model(tmp_path / name)
+    weights = load_file(tmp_path / "nan" / "model.safetensors")
+    weights["model.norm.weight"][-1] = float("nan")  # a number of the last rank
+    save_file(weights, tmp_path / "nan" / "model.safetensors", metadata={"format": "pt"})
+    with open(tmp_path / "torn" / "model.safetensors", "r+b") as file:
+        file.truncate(os.path.getsize(file.name) - 4)
+    for nan, torn in run_ranks(2, _refusals, *(str(tmp_path / name) for name in ("nan", "torn"))):
+        assert "model.norm.weight has 1 NaN and 0 infinite of 32 numbers" in nan
+        assert "model.safetensors ends within" in torn
 
 
 def _start_from_shared_memory(folder, root):

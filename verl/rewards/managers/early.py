@@ -15,6 +15,7 @@ import numpy as np
 
 from verl.config.ppo import PPOConfig
 from verl.protocol import DataProto
+from verl.rewards.managers.rule import RuleRewardManager
 from verl.single_controller.mailbox import Mailbox
 
 logger = logging.getLogger(__name__)
@@ -23,13 +24,13 @@ logger = logging.getLogger(__name__)
 def begins_early(config: PPOConfig, manager: Any) -> bool:
     """Whether the reward function of a run is called while responses are generated."""
     is_asked = config.asks_reward_function and config.env.reward == "auto" and not config.env.makes_rows
-    section = config.reward_model
     return (
-        section.use_reward_loop
-        and (section.enable or section.sandbox.while_generating)
+        config.reward_model.use_reward_loop
+        and config.reward_model.sandbox.while_generating
         and is_asked
         and not config.actor_rollout_ref.rollout.skip_rollout
-        and bool(getattr(manager, "begins_early", False))
+        and isinstance(manager, RuleRewardManager)
+        and manager.begins_early
     )
 
 
@@ -37,11 +38,11 @@ class EarlyScoring:
     """The batches whose responses are scored as they end.
 
     Args:
-        manager: a reward manager or reward model that `begins_early`.
+        manager: one that `begins_early`.
         host: address of this machine that the workers reach.
     """
 
-    def __init__(self, manager: Any, host: str):
+    def __init__(self, manager: RuleRewardManager, host: str):
         self.manager, self.host = manager, host
         self._mailbox: Mailbox | None = None
         self._rows: list[tuple[dict[int, int], Any]] = []
@@ -50,12 +51,12 @@ class EarlyScoring:
     def open(self, rows: DataProto, seeds: Sequence[int]) -> list[Any] | None:
         """Expect the responses of a batch; returns the address for messages ``[seed, token ids, turns]``.
 
-        None: rows lack a column that the manager reads, which it reports.
+        None: rows lack the columns that reward functions read, which the manager reports.
         """
         self.manager.next_round()
-        needed, others = self.manager.early_columns
-        columns = {name: values for name, values in rows.non_tensor_batch.items() if name in {*needed, *others}}
-        if not {*needed} <= columns.keys():
+        read = (self.manager.reward_fn_key, "reward_model", "extra_info")
+        columns = {name: values for name, values in rows.non_tensor_batch.items() if name in read}
+        if not {*read[:2]} <= columns.keys():
             return None
         if self._mailbox is None:
             self._mailbox = Mailbox(self.host, self.take)

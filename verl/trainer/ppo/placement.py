@@ -183,12 +183,12 @@ def default_roles(config: Any) -> dict[Role, type]:
         roles[Role.RefPolicy] = ActorRolloutRefWorker
     if need_critic(config):
         roles[Role.Critic] = CriticWorker
-    if config.reward_model.runs_server:
-        from verl.workers.reward_server import RewardServerWorker  # imports aiohttp
-
-        roles[Role.RewardModel] = RewardServerWorker
-    elif need_reward_model(config):
+    if need_reward_model(config):
         roles[Role.RewardModel] = RewardModelWorker
+    elif config.reward_model.runs_judge:
+        from verl.workers.reward_server import JudgeWorker  # imports aiohttp
+
+        roles[Role.RewardModel] = JudgeWorker
     if config.distillation.enabled:
         roles[Role.Teacher] = TeacherWorker
     return roles
@@ -228,7 +228,7 @@ def start_worker_groups(
     needed = {
         Role.Critic: need_critic(config),
         Role.RefPolicy: has_reference,
-        Role.RewardModel: need_reward_model(config) or config.reward_model.runs_server,
+        Role.RewardModel: need_reward_model(config) or config.reward_model.runs_judge,
         Role.Teacher: config.distillation.enabled,
     }
     if needed[Role.RewardModel] and Role.RewardModel not in roles:

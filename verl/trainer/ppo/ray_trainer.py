@@ -549,8 +549,8 @@ class RayPPOTrainer(RecipeNames):
         self.buffer.connect(
             self.options, self.actor_wg, self.rollout_wg, self.tokenizer, self.processor, trainer_config=self.config
         )
-        manager, host = self.rm_wg if self.use_rm else self.reward_fn, self.controller.driver_host
-        if host and begins_early(self.options, manager):
+        manager, host = self.reward_fn, self.controller.driver_host
+        if host and isinstance(manager, RuleRewardManager) and not self.use_rm and begins_early(self.options, manager):
             self.buffer.early_scoring = EarlyScoring(manager, host)
         if self.buffer.agent_loops is not None:
             self.async_rollout_mode, self.async_rollout_manager = True, self.buffer.agent_loops  # names recipes know

@@ -5,21 +5,25 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Collection, Iterator, Mapping
-from itertools import pairwise
+from contextlib import contextmanager
+from itertools import chain, pairwise
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from verl.checkpoint.shards import check_names, fill
 from verl.config.engine import FSDPConfig, MixedPrecisionConfig
-from verl.models.loader import cast_parameters, empty_model, load_model
+from verl.models.loader import cast_parameters, check_finite, empty_model, load_model, stored_model
 from verl.models.token_outputs import attach_token_outputs
+from verl.models.weight_files import WeightFiles
 from verl.utils.device import current_device, empty_cache, has_own_memory, move_optimizer_state
-from verl.utils.distributed import Topology, ensure_process_group
+from verl.utils.distributed import Topology, all_gather_objects, ensure_process_group
 from verl.utils.fsdp_utils import (
     CPUOffloadPolicy,
     MixedPrecisionPolicy,
@@ -67,16 +71,50 @@ class FSDPEngine(Engine):
     def _sharded_model(self, config: FSDPConfig, seed: int) -> Any:
         spec, is_alone = self.spec, self.topology.world_size == 1
         dtype = spec.param_torch_dtype if self.is_trained else spec.compute_torch_dtype
-        # the other ranks never hold more of the model than their slices
-        full = self._cast_frozen(load_model(spec, seed, dtype)) if self.topology.rank == 0 else None
-        module = full.to(self._home) if is_alone else self._cast_frozen(empty_model(spec, dtype))
-        attach_token_outputs(module)
-        module = self._shard(module, config, dtype)
-        if not is_alone:
-            self._fill(module, full)
+        stored = None if is_alone else self._stored_model(seed, dtype)
+        if stored is not None:
+            module = self._cast_frozen(stored[0])
+            attach_token_outputs(module)
+            module = self._shard(module, config, dtype)
+            self._fill_from_files(module, stored[1])
+        else:
+            # the other ranks never hold more of the model than their slices
+            full = self._cast_frozen(load_model(spec, seed, dtype)) if self.topology.rank == 0 else None
+            module = full.to(self._home) if is_alone else self._cast_frozen(empty_model(spec, dtype))
+            attach_token_outputs(module)
+            module = self._shard(module, config, dtype)
+            if not is_alone:
+                self._fill(module, full)
         for buffer in module.buffers():
             buffer.data = buffer.data.to(self.device)
         return module
+
+    def _stored_model(self, seed: int, dtype: torch.dtype) -> tuple[Any, WeightFiles] | None:
+        """The model of which each rank reads its slices; None unless every rank has the files to do so."""
+        with self._together():
+            stored = stored_model(self.spec, seed, dtype)
+        if not all(all_gather_objects(stored is not None)):
+            return None
+        assert stored is not None
+        for tensor in chain(stored[0].parameters(), stored[0].buffers()):
+            if not tensor.is_meta:
+                # another kind of processor may have made other numbers of the same seed
+                sent = tensor.detach().to(self.device)
+                dist.broadcast(sent, src=0)
+                tensor.data.copy_(sent)
+        return stored
+
+    @contextmanager
+    def _together(self) -> Iterator[None]:
+        """Raise a rank's ValueError of the block on all ranks: none waits for one that has ended."""
+        problem: ValueError | None = None
+        try:
+            yield
+        except ValueError as error:
+            problem = error
+        problems = all_gather_objects(None if problem is None else str(problem))
+        if found := next(filter(None, problems), None):
+            raise problem or ValueError(found)
 
     def _shard(self, module: nn.Module, config: FSDPConfig, dtype: torch.dtype) -> nn.Module:
         """Shard ``module``, whose weights are of ``dtype`` and perhaps on the meta device."""
@@ -110,6 +148,22 @@ class FSDPEngine(Engine):
         module.to_empty(device=self._home)
         module.tie_weights()
         fsdp2_load_full_state_dict(module, full_model_state(full) if full is not None else {})
+
+    @torch.no_grad()
+    def _fill_from_files(self, module: Any, files: WeightFiles) -> None:
+        """Read this rank's slices of the weights that are in ``files``; the others have their values."""
+        module._apply(lambda tensor: torch.empty_like(tensor, device=self._home) if tensor.is_meta else tensor)
+        module.tie_weights()
+        with self._together():
+            for name, parameter in module.named_parameters():
+                if name in files:
+                    local, shape = parameter.to_local(), parameter.shape
+                    size, offset = compute_local_shape_and_global_offset(
+                        shape, parameter.device_mesh, parameter.placements
+                    )
+                    rows = files.rows(name, offset[0], offset[0] + size[0], parameter.dtype)
+                    check_finite(self.spec, name, rows)
+                    local.copy_(rows)
 
     def _cast_frozen(self, module: nn.Module) -> nn.Module:
         """Cast frozen weights, which never change, to the precision they are used in."""

@@ -30,6 +30,8 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from verl.checkpoint.shards import check_names
 from verl.config.engine import FSDPConfig
+from verl.models.loader import check_finite
+from verl.models.weight_files import WeightFiles
 from verl.models.weight_names import plain_name
 from verl.utils.fsdp_utils import full_model_state, tied_parameters, wrapped_units
 from verl.workers.engine.fsdp import FSDPEngine
@@ -83,6 +85,17 @@ class FSDP1Engine(FSDPEngine):
             if full is not None:
                 tensor.copy_(known[name])
             dist.broadcast(tensor, src=0)
+
+    @torch.no_grad()
+    def _fill_from_files(self, module: Any, files: WeightFiles) -> None:
+        # a range of a flat tensor may begin within a weight, so rank 0 reads each whole
+        for name, tensor in _whole_parameters(module, writeback=True):
+            if name in files:
+                if self.topology.rank == 0:
+                    whole = files.rows(name, 0, len(tensor), tensor.dtype)
+                    check_finite(self.spec, name, whole)
+                    tensor.copy_(whole)
+                dist.broadcast(tensor, src=0)
 
     # -- the engine contract --------------------------------------------------------------------------------------
 
@@ -191,22 +204,23 @@ def _forward_or_token_outputs(model: Any, forward: Callable, *args: Any, as_scor
 
 
 def _materialize(device: torch.device, tied: dict[nn.Parameter, nn.Parameter | None], module: nn.Module) -> None:
-    """Allocate one module of a model on the meta device.
+    """Allocate the parts of one module that are on the meta device, and move the others to ``device``.
 
     Args:
         tied: parameters with several names, each with the one that replaces it, which the calls fill in: ties are kept.
     """
     for name, parameter in module.named_parameters(recurse=False):
         made = tied.get(parameter)
-        if made is None and parameter.is_meta:
-            made = nn.Parameter(torch.empty_like(parameter, device=device), parameter.requires_grad)
+        if made is None and parameter.device != device:
+            moved = torch.empty_like(parameter, device=device) if parameter.is_meta else parameter.detach().to(device)
+            made = nn.Parameter(moved, parameter.requires_grad)
             if parameter in tied:
                 tied[parameter] = made
         if made is not None:
             module.register_parameter(name, made)
     for name, buffer in module.named_buffers(recurse=False):
-        if buffer.is_meta:
-            setattr(module, name, torch.empty_like(buffer, device=device))
+        if buffer.device != device:
+            setattr(module, name, torch.empty_like(buffer, device=device) if buffer.is_meta else buffer.to(device))
 
 
 def _whole_parameters(module: FSDP, writeback: bool = False) -> Iterator[tuple[str, Tensor]]:
