@@ -142,6 +142,21 @@ def test_only_declared_columns_travel(start):
     assert seen.tolist() == [["x", "name", "step"]] * 2
 
 
+def test_batches_of_other_nodes_go_through_the_object_store_as_they_are(controller, start, monkeypatch):
+    if controller.name == "local":
+        pytest.skip("all of its ranks share memory with the driver")
+    group = start(Splitter)
+    before = group.traffic.nbytes
+    near = group.tag(rows(4))
+    near_bytes, before = group.traffic.nbytes - before, group.traffic.nbytes
+    monkeypatch.setattr(group._hosts, "_endpoints", {})
+    far = group.tag(rows(4))
+    assert flat(near, "rank") == flat(far, "rank") and flat(near) == flat(far) == [0.0, 2.0, 4.0, 6.0]
+    assert abs(group.traffic.nbytes - before - near_bytes) < 200  # arguments are packed together where memory is shared
+    assert group.metrics_only(rows(3)).meta_info["metrics"]["rows"] == [2]
+    assert flat(group.promised(rows(3)).get()) == [1.0, 2.0, 3.0]
+
+
 def test_padding_rows_have_no_mask(start):
     mask = torch.ones(3, 4, dtype=torch.long)
     masks = start(Splitter).masks(rows(3, response_mask=mask, loss_mask=mask))

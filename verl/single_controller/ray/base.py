@@ -230,6 +230,11 @@ class RayWorkerHost(WorkerHost):
         output = self._call_opened(role, method, keep, self._driver.open(wire_message))
         return self._driver.address(self._driver.memory_pool.pack(output))
 
+    def call_stored(self, role: str, method: str, keep: bool, /, *args, **kwargs) -> Any:
+        """`call` with a batch in the output pickled here, where its bytes are counted."""
+        output = self.call(role, method, keep, *args, **kwargs)
+        return _Pickled.of(output) if isinstance(output, DataProto | KeptOutput) else output
+
     def _call_opened(self, role: str, method: str, keep: bool, open_content: Callable[[], tuple]) -> Any:
         args, kwargs = open_content()  # freed with this frame: the answer then reports their memory as released
         return self.call(role, method, keep, *args, **kwargs)
@@ -264,6 +269,8 @@ class _RayCall:
 
     def output(self, answer: Any) -> Any:
         """Return the method's output from Ray's answer. A message is opened once."""
+        if isinstance(answer, _Pickled):
+            return answer.content
         if self._endpoint is None:
             return answer
         if not self._output:
@@ -349,7 +356,8 @@ class RayHosts(Hosts):
                 ref = actor.call_shared.remote(role, method, keep, endpoint.address(messages.pack(args, kwargs)))
             else:
                 kwargs = {name: stored(value) for name, value in kwargs.items()}
-                ref = actor.call.remote(role, method, keep, *map(stored, args), **kwargs)
+                call = actor.call if exposed else actor.call_stored
+                ref = call.remote(role, method, keep, *map(stored, args), **kwargs)
             calls.append(_RayCall(ref, rank, role, method, endpoint))
         self.traffic.add(role, method, sent=messages.nbytes + stored.nbytes)
         return calls
@@ -376,8 +384,8 @@ class RayHosts(Hosts):
                 raise self._failure(calls, error) from None
         wait.finish()
         for call, answer in zip(calls, answers, strict=True):
-            size = answer.nbytes if isinstance(answer, WireMessage) else _pickled_bytes(answer)
-            self.traffic.add(call.role, call.method, received=size)
+            if isinstance(answer, WireMessage | _Pickled):
+                self.traffic.add(call.role, call.method, received=answer.nbytes)
         return [call.output(answer) for call, answer in zip(calls, answers, strict=True)]
 
     def _local_pid(self, rank: int) -> int | None:
@@ -460,22 +468,45 @@ class _Stored:
 
     def __call__(self, value: Any) -> Any:
         small = isinstance(value, str | bytes | int | float | bool | ray.ObjectRef | CacheState | None)
-        if small or self._users[id(value)] < 2:
-            self.nbytes += _pickled_bytes(value)
+        if small:
             return value
         if id(value) not in self._refs:
-            self.nbytes += _pickled_bytes(value)
-            self._refs[id(value)] = ray.put(value)
+            pickled = value
+            if isinstance(value, DataProto | SentBatch):
+                pickled = _Pickled.of(value, opens=True)
+                self.nbytes += pickled.nbytes
+            if self._users[id(value)] < 2:
+                return pickled
+            self._refs[id(value)] = ray.put(pickled)
         return self._refs[id(value)]
 
 
-def _pickled_bytes(value: Any) -> int:
-    """Bytes of a batch on its way through Ray, which pickles it itself; other values count nothing."""
-    if not isinstance(value, DataProto | SentBatch | KeptOutput):
-        return 0
-    arrays: list[pickle.PickleBuffer] = []
-    stream = pickle.dumps(value, protocol=5, buffer_callback=arrays.append)
-    return len(stream) + sum(array.raw().nbytes for array in arrays)
+class _Pickled:
+    """A batch on its way through Ray, pickled here, which tells its bytes; Ray carries the arrays as they are."""
+
+    def __init__(self, stream: bytes, arrays: list[pickle.PickleBuffer], opens: bool):
+        self._stream, self._arrays, self._opens = stream, arrays, opens
+        self.nbytes = len(stream) + sum(array.raw().nbytes for array in arrays)
+
+    @staticmethod
+    def of(content: Any, opens: bool = False) -> "_Pickled":
+        """``opens``: it arrives as its content; else as an object that has ``nbytes`` and ``content``."""
+        arrays: list[pickle.PickleBuffer] = []
+        return _Pickled(_dumps(content, protocol=5, buffer_callback=arrays.append), arrays, opens)
+
+    content: Any
+
+    def __reduce__(self):
+        return _arrived, (None if self._opens else self.nbytes, self._stream, *self._arrays)
+
+
+def _arrived(nbytes: int | None, stream: bytes, *arrays: Any) -> Any:
+    content = pickle.loads(stream, buffers=arrays)
+    if nbytes is None:
+        return content
+    pickled = object.__new__(_Pickled)
+    pickled.nbytes, pickled.content = nbytes, content
+    return pickled
 
 
 def _why_lost(node: str | None) -> str:
