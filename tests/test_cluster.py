@@ -67,31 +67,45 @@ def test_without_its_address_a_cluster_on_this_machine_is_left_alone(cluster):
     assert "nodes: 1" in done.stdout, done.stderr[-2000:]
 
 
-@pytest.mark.ray
-def test_a_run_over_two_nodes_gives_the_numbers_of_one(cluster, tmp_path):
-    shared = {"trainer__total_training_steps": 2, "actor_rollout_ref__actor__strategy": "fsdp2"}
-    together = run_job(overrides(make_task(tmp_path / "one"), **shared, trainer__n_gpus_per_node=2))
-    spread = {"trainer__controller": "ray", "trainer__nnodes": 2, "trainer__logger": "[file]"}
-    words = overrides(make_task(tmp_path / "two"), **shared, **spread)
+SHARED = {"actor_rollout_ref__actor__strategy": "fsdp2", "data__train_batch_size": 6}
+SHARED |= {"actor_rollout_ref__actor__ppo_mini_batch_size": 6, "trainer__controller": "ray"}
+
+
+@pytest.fixture(scope="module")
+def trained(nodes, tmp_path_factory):
+    """Folder of a run of two steps over three nodes, of which one has left the cluster since."""
+    folder = tmp_path_factory.mktemp("over_three")
+    spread = {"trainer__nnodes": 3, "trainer__logger": "[file]", "trainer__save_freq": 2}
+    words = overrides(make_task(folder), **SHARED, **spread, trainer__total_training_steps=2)
     command = [sys.executable, "-m", "verl.trainer.main_ppo", *words]
-    done = subprocess.run(command, env=cluster, capture_output=True, text=True, timeout=250)
+    env = {**os.environ, "RAY_ADDRESS": nodes.address, "RAY_USAGE_STATS_ENABLED": "0"}
+    third = nodes.add_node(num_cpus=1)
+    try:
+        done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=250)
+    finally:
+        nodes.remove_node(third)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
-    (file,) = (tmp_path / "two").rglob("metrics.jsonl")
+    return folder
+
+
+@pytest.mark.ray
+def test_a_run_over_three_nodes_gives_the_numbers_of_one(trained, tmp_path):
+    local = {**SHARED, "trainer__controller": "local", "trainer__n_gpus_per_node": 3}
+    together = run_job(overrides(make_task(tmp_path / "one"), **local, trainer__total_training_steps=2))
+    (file,) = trained.rglob("metrics.jsonl")
     last = read_metrics(file)[-1]["data"]
     for name in ("actor/grad_norm", "actor/pg_loss", "response_length/mean"):
         assert last[name] == together.metrics[name], name
 
 
 @pytest.mark.ray
-def test_a_run_of_one_process_goes_on_over_two_nodes_with_servers_and_names_the_node_that_dies(
-    nodes, cluster, tmp_path
+def test_a_run_of_three_nodes_goes_on_over_two_with_servers_and_names_the_node_that_dies(
+    trained, nodes, cluster, tmp_path
 ):
-    shared = {"actor_rollout_ref__actor__strategy": "fsdp2", "trainer__save_freq": 2}
-    run_job(overrides(make_task(tmp_path / "task"), **shared, trainer__total_training_steps=2))
-    saved = {"trainer__resume_mode": "resume_path", "trainer__resume_from_path": tmp_path / "task/run/global_step_2"}
-    over = {"trainer__controller": "ray", "trainer__nnodes": 2, "trainer__total_training_steps": 1000}
-    over |= {"actor_rollout_ref__rollout__mode": "async", "trainer__default_local_dir": tmp_path / "over", **saved}
-    words = overrides(make_task(tmp_path / "task"), **shared, **over)
+    saved = {"trainer__resume_mode": "resume_path", "trainer__resume_from_path": trained / "run/global_step_2"}
+    over = {"trainer__nnodes": 2, "trainer__save_freq": 2, "trainer__total_training_steps": 1000, **saved}
+    over |= {"actor_rollout_ref__rollout__mode": "async", "trainer__default_local_dir": tmp_path / "over"}
+    words = overrides(make_task(tmp_path / "task"), **SHARED, **over)
     log = tmp_path / "log"
     with log.open("w") as output:
         command = [sys.executable, "-m", "verl.trainer.main_ppo", *words]
@@ -106,7 +120,7 @@ def test_a_run_of_one_process_goes_on_over_two_nodes_with_servers_and_names_the_
         finally:
             run.kill()
     said = log.read_text()
-    assert "2 of 1000 steps are done; actor: saved by 1 rank, read by 2" in said
+    assert "2 of 1000 steps are done; actor: saved by 3 ranks, read by 2" in said
     assert re.search(rf"its node was lost, {address} \(.*raylet", said) or "Ray gave up its node" in said, said[-3000:]
 
 
