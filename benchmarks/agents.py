@@ -1,13 +1,16 @@
 """Episodes in environments: episodes a second, busy share of the engine, CPU of the driver a turn, prefixes reused.
 
-``python -m benchmarks.agents [--turns 4] [--vllm] [--save]``. A rollout server in a process of its own answers each
-turn with 16 tokens, 2 ms a step, 256 requests at a time, and no model: what is measured is everything around it. Steps
-of 1 ms use the processor, as games do; those of 50 ms sleep, as services do. ``workers`` 0: threads of the driver;
-``none``: no environment, its answers are made by the event loop. ``engine_busy`` is the share of the time in which the
-engine computes. CPU is in ms a turn: that of the driver has HTTP in it, and ``over_none`` is its ratio to the row
-``none`` of as many episodes. ``wall_over_least`` is the time of the run over that of its longest part: the turns one
-after the other, the slots of the engine, or the processor time of all steps; ``waited_share`` of it the driver waited
-for a processor that others had.
+``python -m benchmarks.agents [--turns 4] [--workers N...] [--vllm] [--save]``. A rollout server in a process of its own
+answers each turn with 16 tokens, 2 ms a step, 256 requests at a time, and no model: what is measured is everything
+around it. Steps of 1 ms use the processor, as games do; those of 50 ms sleep, as services do. ``workers`` 0: threads of
+the driver; ``none``: no environment, its answers are made by the event loop. ``engine_busy`` is the share of the time
+in which the engine computes. CPU is in ms a turn: that of the driver has HTTP in it, and ``over_none`` is its ratio to
+the row ``none`` of as many episodes. ``wall_over_least`` is the time of the run over that of its longest part: the
+turns one after the other, the slots of the engine, or the processor time of all steps; ``waited_share`` of it the
+driver waited for a processor that others had.
+
+``--workers 1 2`` measures, instead, agent loops in as many processes (``rollout.agent.num_workers``; 1: in the driver):
+CPU of the driver a turn, that of the processes, episodes a second.
 
 ``--vllm`` adds real vLLM with a tiny model, 16 episodes of 8 turns: the share of prompt tokens that its prefix cache
 had, and CPU over that without the cache.
@@ -23,6 +26,7 @@ import os
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -34,10 +38,12 @@ from benchmarks.measure import report
 from tests.support.episodes import config_of, episode, tokenizer
 from verl.agents.base import register
 from verl.agents.episode import ConversationEnvironment, EpisodeLoop, Reply
+from verl.agents.rows import RowRunner
+from verl.agents.workers import AgentLoopWorkers
 from verl.config.rollout import RolloutConfig
 from verl.envs.host import EnvironmentHost, close_hosts
 from verl.utils.tiny_model import make_tiny_model
-from verl.workers.rollout.base import Completion, Request, RolloutEngine
+from verl.workers.rollout.base import Completion, Request, RolloutEngine, SamplingParams
 from verl.workers.rollout.server.client import RolloutClient
 
 EPISODES, STEPS_MS, WORKERS = (16, 256, 1000), (1, 50), (0, 1, 4)
@@ -222,6 +228,61 @@ def measure(address: str, server: int, turns: int, folder: str) -> list[dict[str
     return rows
 
 
+# -- processes of agent loops ------------------------------------------------------------------------------------------
+def measure_processes(address: str, turns: int, sizes: Sequence[int]) -> list[dict[str, Any]]:
+    """Episodes without an environment, with agent loops in so many processes; the least CPU of three turns."""
+    rows = []
+    for count in EPISODES[1:]:
+        found: dict[int, list[dict[str, float]]] = {size: [] for size in sizes}
+        for _ in range(3):
+            for size in sizes:
+                found[size].append(run_processes(address, turns, size, count))
+        for size, several in found.items():
+            rows.append({"episodes": count, "agent_workers": size, **min(several, key=lambda one: one["cpu_ms"])})
+            print(json.dumps(rows[-1]), file=sys.stderr, flush=True)
+    return rows
+
+
+def run_processes(address: str, turns: int, size: int, count: int) -> dict[str, float]:
+    config = config_of(f"actor_rollout_ref.rollout.agent.num_workers={size}")
+    loop, sampling = asyncio.new_event_loop(), SamplingParams(2000)
+    workers = AgentLoopWorkers(config, tokenizer(), None, None, "local", loop) if size > 1 else None
+    thread = threading.Thread(target=loop.run_forever)
+    thread.start()
+    if workers is not None:
+        workers.connect()
+        client: RolloutClient = workers.use_servers([address], None, None)
+    else:
+        client = RolloutClient([address])
+    runner = RowRunner(config, tokenizer())
+
+    async def one(number: int) -> Any:
+        row = {"agent_name": "immediate", "env_seed": number, "turns": turns, "raw_prompt_ids": []}
+        if workers is not None:
+            return await workers.run(number, row, number, sampling, None, 0)
+        return await runner.run(number, row, number, sampling, client)
+
+    async def episodes(count: int) -> list[Any]:
+        return await asyncio.gather(*map(one, range(count)))
+
+    def wait(coroutine: Any) -> Any:
+        return asyncio.run_coroutine_threadsafe(coroutine, loop).result()
+
+    wait(episodes(16))
+    pids = workers.group.pids if workers else []
+    start, cpu, before = time.perf_counter(), time.process_time(), cpu_seconds(pids)
+    outputs = wait(episodes(count))
+    wall, cpu, own = time.perf_counter() - start, time.process_time() - cpu, cpu_seconds(pids) - before
+    assert all(len(output.turn_rewards) == turns for output in outputs)
+    wait(client.close())
+    if workers is not None:
+        workers.close()
+    loop.call_soon_threadsafe(loop.stop)
+    thread.join()
+    each = 1000 / count / turns
+    return {"episodes_a_s": count / wall, "cpu_ms": each * cpu, "worker_cpu_ms": each * own}
+
+
 # -- prefixes ----------------------------------------------------------------------------------------------------------
 def measure_prefixes(folder: str) -> list[dict[str, Any]]:
     rows = []
@@ -262,6 +323,7 @@ def prefixes(folder: str, with_cache: bool) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--turns", type=int, default=4)
+    parser.add_argument("--workers", type=int, nargs="+", help="processes of agent loops")
     parser.add_argument("--vllm", action="store_true")
     parser.add_argument("--save", action="store_true")
     parser.add_argument("--prefixes", help=argparse.SUPPRESS)
@@ -275,13 +337,16 @@ def main() -> None:
     server = context.Process(target=serve, args=(TimedEngine, theirs), daemon=True)
     server.start()
     with tempfile.TemporaryDirectory() as folder:
-        rows = measure(ours.recv(), server.pid or 0, given.turns, folder)
+        if given.workers:
+            rows = measure_processes(ours.recv(), given.turns, given.workers)
+        else:
+            rows = measure(ours.recv(), server.pid or 0, given.turns, folder)
     ours.send(None)
     server.join(10)
     if given.vllm:
         with tempfile.TemporaryDirectory() as folder:
             rows += measure_prefixes(str(make_tiny_model(folder)))
-    report("agents", rows)
+    report("agents_workers" if given.workers else "agents", rows)
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ from verl.agents import AgentLoopOutput
 from verl.agents.manager import AgentLoopIdle, assemble_outputs, spread
 from verl.agents.outputs import EpisodeError
 from verl.protocol import DataProto
+from verl.single_controller.errors import WorkerDied
 
 RANKS = {
     "local_one_rank": {},
@@ -22,6 +23,7 @@ RANKS = {
         "trainer__controller": "ray",
         "trainer__n_gpus_per_node": 2,
         f"{ACTOR}__strategy": "fsdp2",
+        f"{ROLLOUT}__agent__num_workers": 2,
     },
 }
 
@@ -43,6 +45,28 @@ def test_sampled_responses_log_probs_and_scores_are_those_of_mode_sync(ranks, ru
     spread = [trainer.timing[f"agent_loop/generate_sequences/{kind}"] for kind in ("min", "mean", "max")]
     assert 0 < spread[0] <= spread[1] <= spread[2] <= trainer.timing["generate_sequences"] < trainer.timing["gen"]
     assert trainer.timing["reshard"] > 0
+
+
+DEADLY = """
+import os
+import signal
+
+from verl.agents import SingleTurnAgentLoop, register
+
+
+@register("deadly")
+class Deadly(SingleTurnAgentLoop):
+    async def run(self, sampling_params, **row):
+        os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_a_process_of_agent_loops_that_dies_ends_the_run_with_its_name(run, tmp_path):
+    path = tmp_path / "deadly.py"
+    path.write_text(DEADLY)
+    settings = {f"{ROLLOUT}__agent__agent_loop_config_path": str(path), f"{ROLLOUT}__agent__num_workers": 2}
+    with pytest.raises(WorkerDied, match=r"Rank [01] of 2 died while running agent_loop\..*SIGKILL"):
+        run(**settings, **{f"{ROLLOUT}__agent__default_agent_loop": "deadly"})
 
 
 def test_a_run_leaves_no_thread_and_no_file_behind(run, tmp_path):

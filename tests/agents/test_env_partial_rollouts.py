@@ -81,8 +81,10 @@ def start(tmp_path, monkeypatch):
     return run
 
 
-def test_a_continued_episode_asks_its_environment_nothing_twice(start):
-    trainer, steps = start("run", trainer__total_training_steps=5)
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_continued_episode_asks_its_environment_nothing_twice(start, workers):
+    settings = {f"{ROLLOUT}.agent.num_workers": workers, "trainer__total_training_steps": 5}
+    trainer, steps = start("run", **settings)
     asked = [json.loads(line) for line in Path("run.log").read_text().splitlines()]
     assert [len(rows) for rows in steps] == [4] * 5
     assert trainer.metrics["rollout/staleness/max"] >= 0

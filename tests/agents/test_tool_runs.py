@@ -39,7 +39,7 @@ class AnyTurn(ToolParser):
 """
 
 
-def test_a_run_calls_tools_counts_their_failures_and_leaves_no_process(run, tmp_path):
+def test_a_run_calls_tools_counts_their_failures_and_is_the_same_with_two_processes_of_agent_loops(run, tmp_path):
     (tmp_path / "tools.py").write_text(TOOLS)
     (tmp_path / "format.py").write_text(FORMAT)
     path = tmp_path / "task" / "train.parquet"
@@ -69,4 +69,14 @@ def test_a_run_calls_tools_counts_their_failures_and_leaves_no_process(run, tmp_
     assert trainer.metrics["training/rollout_probs_diff_max"] < 1e-5, "tool answers move no log-prob"
     outputs = "".join(row["output"] for row in rows)
     assert "Error: there is no tool 'nothing'; tools are: look_up, hang" in outputs and "value of" in outputs
-    assert not [p for p in psutil.Process().children(recursive=True) if "verl.tools.worker" in " ".join(p.cmdline())]
+    two, (others,) = run(**settings, **{f"{ROLLOUT}__agent__num_workers": 2})
+    names = ("input", "output", "score", "num_turns")
+    assert [[row[name] for name in names] for row in others] == [[row[name] for name in names] for row in rows]
+    assert two.metrics["actor/entropy"] == trainer.metrics["actor/entropy"]
+    assert {name for name in two.timing if name.startswith("agent_loop/")} == {
+        name for name in trainer.timing if name.startswith("agent_loop/")
+    }
+    assert not any(map(psutil.pid_exists, two.buffer.agent_loops.workers.group.pids))
+    # wherever they are: the tools of a process that has ended are no children of this one
+    here = [p.info for p in psutil.process_iter(["cwd", "cmdline"]) if p.info["cwd"] == str(tmp_path)]
+    assert not [one for one in here if "verl.tools.worker" in " ".join(one["cmdline"])]

@@ -156,8 +156,13 @@ NEW_KEYS += ["trainer.max_time", *(f"trainer.deadlines.{name}" for name in Deadl
 """Options that verl's YAML does not have. A change here is a change of the public surface."""
 
 
-CHANGED = {"actor_rollout_ref.rollout.name": "vllm", "actor_rollout_ref.rollout.enforce_eager": False}
-"""The default of v0.5.0, before and after which verl asks for a name; and that of v0.6.0 and later."""
+CHANGED = {
+    "actor_rollout_ref.rollout.name": "vllm",
+    "actor_rollout_ref.rollout.enforce_eager": False,
+    "actor_rollout_ref.rollout.agent.num_workers": 1,
+}
+"""The default of v0.5.0, before and after which verl asks for a name; that of v0.6.0 and later; and the driver's own
+event loop, which is enough for most runs."""
 
 
 def _value(text):

@@ -110,6 +110,9 @@ class ReplyLog:
     abandoned: list[ConversationEnvironment] = field(default_factory=list)
     """Environments whose episode starts again: to be closed by the next one to run."""
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {"replies": self.replies, "environment": None, "abandoned": []}  # environments stay in their process
+
     def take_environment(self) -> ConversationEnvironment | None:
         """Return the environment that was kept, if it is still there; whoever takes it closes or keeps it."""
         environment, self.environment = self.environment, None

@@ -1,4 +1,4 @@
-"""Run agent loops: one task a row in the driver's event loop, rollout servers in the workers, one batch at the end.
+"""Run agent loops: one task a row in an event loop, rollout servers in the workers, one batch at the end.
 
 Takes the place of the worker group in ``mode=sync``: `generate_sequences` takes the same rows and adds the same
 columns.
@@ -7,135 +7,49 @@ columns.
 import asyncio
 import logging
 import secrets
-import sys
 import threading
 import time
-import traceback
-from array import array
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import TimeoutError as FutureTimeout
 from concurrent.futures import wait
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import numpy as np
 
-from verl.agents.base import (
-    TRAJECTORY_COLUMN,
-    AgentLoopOutput,
-    EpisodeStatus,
-    TrainerConfig,
-    agent_loop,
-    close_shared,
-    load_agent_loops,
-)
+from verl.agents.base import TRAJECTORY_COLUMN, close_shared
 from verl.agents.conversation import check_chat_template
-from verl.agents.episode import ReplyLog
-from verl.agents.outputs import assemble_outputs, check_failures, check_images, failed_output, spread
+from verl.agents.outputs import assemble_outputs, check_failures, response_to_score, spread
+from verl.agents.rows import (  # noqa: F401  users import the servers of a row from here
+    AgentLoopIdle,
+    AsyncLLMServerManager,
+    EventLoopPulse,
+    RowOutput,
+    RowRunner,
+)
+from verl.agents.workers import AgentLoopWorkers
 from verl.envs.host import close_hosts
 from verl.protocol import DataProto
 from verl.single_controller.errors import WorkerGroupError
 from verl.single_controller.mailbox import sender
 from verl.telemetry.run_record import say_early
-from verl.utils.exit_codes import ExitCode
 from verl.utils.py_functional import derive_seed, is_loopback
 from verl.utils.tokenizer import hf_tokenizer
-from verl.workers.rollout.base import Completion, Request, SamplingParams
+from verl.workers.rollout.base import SamplingParams, ended_message
 from verl.workers.rollout.server.client import RolloutClient
-from verl.workers.rollout.server.messages import RolloutServerError, sampling_from_json, write_servers_file
-
-# -- The rollout servers as one row's agent loop sees them -----------------------------------------------------------
-_OTHER_NAMES = {"logprobs": "want_log_probs", "max_new_tokens": "max_tokens"}
-
-
-@runtime_checkable
-class KeepsReplies(Protocol):
-    """A client of one sample, which a scheduler may stop and continue in a later step."""
-
-    replies: ReplyLog
-    is_stopped: bool
-
-    def restart(self) -> None:
-        """Start the sample again."""
-
-
-class AsyncLLMServerManager:
-    """Generate tokens for one row. The seed of its k-th call comes from the row's seed and k, whatever else runs.
-
-    Args:
-        client: to all servers, or of one sample.
-        seed: of the row; its first call takes it as it is.
-        name: of the row, for the sessions it opens.
-        priority: of the row's requests.
-    """
-
-    def __init__(self, client: RolloutClient, seed: int, name: str, priority: int = 0):
-        self.seconds = 0.0
-        """Time its calls took, waiting included."""
-        self.replies: ReplyLog = client.replies if isinstance(client, KeepsReplies) else ReplyLog()
-        """Answers of the row's environment: those of earlier steps too, where the row is a partial rollout."""
-        self._since = time.monotonic()
-        self._running = 0
-        self.last: Completion | None = None
-        """Completion of its last call."""
-        self._client, self._seed, self._name, self._priority = client, seed, name, priority
-        self._calls = 0
-
-    @property
-    def is_stopped(self) -> bool:
-        """Whether a scheduler has stopped the row's sample, which may go on in a later step."""
-        return isinstance(self._client, KeepsReplies) and self._client.is_stopped
-
-    @property
-    def idle_s(self) -> float | None:
-        """Seconds since its last call ended; None while a call runs."""
-        return None if self._running else time.monotonic() - self._since
-
-    async def generate(
-        self,
-        request_id: str | None = None,
-        *,
-        prompt_ids: Sequence[int],
-        sampling_params: Mapping[str, Any],
-        image_data: Sequence[Any] | None = None,
-    ) -> Completion:
-        """Generate the continuation of ``prompt_ids``.
-
-        Args:
-            request_id: of the conversation: its later turns go to the server that has read its beginning.
-            sampling_params: fields of `SamplingParams`; an unknown one is refused by name.
-            image_data: images that stand for the placeholders among ``prompt_ids``, in order.
-        """
-        # the first call as in mode=sync: a single turn gives the same tokens there and here
-        seed = self._seed if self._calls == 0 else derive_seed(self._seed, "turn", self._calls)
-        self._calls += 1
-        media = {"image": list(image_data)} if image_data else None
-        sampling = sampling_from_json({_OTHER_NAMES.get(name, name): value for name, value in sampling_params.items()})
-        request = Request(tuple(prompt_ids), sampling, seed, media)
-        start = time.perf_counter()
-        self._running += 1
-        try:
-            self.last = await self._client.generate(
-                request, session=f"{self._name}/{request_id}" if request_id else None, priority=self._priority
-            )
-            return self.last
-        finally:
-            self._running -= 1
-            self._since = time.monotonic()
-            self.seconds += time.perf_counter() - start
-
+from verl.workers.rollout.server.messages import RolloutServerError, write_servers_file
 
 SERVERS_FILE = "rollout_servers.json"
 
-RowOutput = AgentLoopOutput | list[AgentLoopOutput]
-"""What an agent loop returns of a row; several where each turn of a trajectory is a row."""
-
 Generate = Callable[[RolloutClient, int, Callable[[int, int, Any], Coroutine]], Coroutine]
 
+Ended = Callable[[int, Mapping[str, Any], Sequence[int], int], None]
+"""(seed, row, tokens, number of turns): gets each response that a reward function can score, as soon as it has ended.
+In the thread of the agent loops."""
+
 _CHECK_INTERVAL_S = 1.0  # between two checks of the workers while requests run
-_GRACE_S = 10.0  # for an episode to end after env.episode_timeout
-_SAY_BLOCKED_S = 30.0  # without a sign of the event loop
+_GRACE_S = 10.0  # for coroutines that are abandoned to end
 
 logger = logging.getLogger(__name__)
 
@@ -154,17 +68,26 @@ class AgentLoopManager:
     def __init__(
         self, config: Any, worker_group: Any, tokenizer: Any = None, processor: Any = None, trainer_config: Any = None
     ):
-        self.trainer_config = TrainerConfig(config if trainer_config is None else trainer_config)
-        self.config, self.worker_group, self.processor = config, worker_group, processor
+        self.config, self.worker_group = config, worker_group
         self.rollout = rollout = config.actor_rollout_ref.rollout
         model = config.actor_rollout_ref.model
         self.tokenizer = tokenizer or hf_tokenizer(
             config.data.tokenizer or model.path, chat_template=model.custom_chat_template
         )
-        if rollout.agent.agent_loop_config_path:
-            load_agent_loops(rollout.agent.agent_loop_config_path)
-        agent_loop(rollout.agent.default_agent_loop)  # a wrong name fails before anything is generated
+        self._runner = RowRunner(config, self.tokenizer, processor, trainer_config)
         check_chat_template(self.tokenizer, processor, config)
+        self._loop = asyncio.new_event_loop()
+        self.workers: AgentLoopWorkers | None = None
+        """Processes of the agent loops; None: they run in this one."""
+        if rollout.agent.num_workers > 1:
+            controller = getattr(worker_group, "controller", config.trainer.controller)
+            # before there are servers and threads here, of which a fork would have copies
+            self.workers = AgentLoopWorkers(config, self.tokenizer, processor, trainer_config, controller, self._loop)
+        # a loop of its own: the driver's thread waits, and checks the workers meanwhile
+        self._thread = threading.Thread(target=self._loop.run_forever, name="verl-agent-loops", daemon=True)
+        self._thread.start()
+        if self.workers is not None:
+            self.workers.connect()
         self._start_servers()
         if not is_loopback(rollout.server_host):
             say_early(
@@ -176,10 +99,6 @@ class AgentLoopManager:
         """Whether the servers serve between two batches, too."""
         self._known_causes: set[str] = set()
         """Causes of failed episodes that the user has read."""
-        self._loop = asyncio.new_event_loop()
-        # a loop of its own: the driver's thread waits, and checks the workers meanwhile
-        self._thread = threading.Thread(target=self._loop.run_forever, name="verl-agent-loops", daemon=True)
-        self._thread.start()
 
     def _start_servers(self) -> None:
         token = secrets.token_urlsafe(24)  # other users of this machine reach its loopback
@@ -189,7 +108,10 @@ class AgentLoopManager:
         most = self.rollout.max_running_requests
         if most is None and self.config.actor_rollout_ref.generates_continuously:
             most = self.rollout.max_num_seqs  # what a replica could not run waits here, for whichever has room first
-        self.client = RolloutClient(self.addresses, token, most)
+        if self.workers is not None:
+            self.client: RolloutClient = self.workers.use_servers(self.addresses, token, most)
+        else:
+            self.client = RolloutClient(self.addresses, token, most)
 
     def reconnect(self) -> None:
         """Serve with new processes of the worker group, in the place of those that died."""
@@ -231,10 +153,17 @@ class AgentLoopManager:
             step, count = prompts.meta_info.get("global_steps", 0), self._unseeded_calls
             seeds = [derive_seed(self.config.trainer.seed, "unseeded", step, count, i) for i in range(len(rows))]
         with sender(prompts.meta_info.get("completions_to")) as send:
-            outputs, timing = self._serve(lambda: self._all_rows(rows, seeds, sampling, send))
+
+            def ended(seed: int, row: Mapping[str, Any], ids: Sequence[int], turns: int) -> None:
+                assert send is not None
+                send(ended_message(seed, ids, turns))
+
+            outputs, timing = self._serve(lambda: self._all_rows(rows, seeds, sampling, send and ended))
         return self.to_batch(prompts, outputs, timing)
 
-    def serve_rows(self, prompts: DataProto, generate: Generate) -> tuple[Any, dict[str, float]]:
+    def serve_rows(
+        self, prompts: DataProto, generate: Generate, ended: Ended | None = None
+    ) -> tuple[Any, dict[str, float]]:
         """Serve while ``generate`` decides which rows are generated, and when they stop; return its result, seconds.
 
         Args:
@@ -248,7 +177,7 @@ class AgentLoopManager:
 
         async def work() -> Any:
             async def run(row: int, seed: int, client: Any) -> RowOutput:
-                return await self._row(row, rows[row], seed, sampling, client)
+                return await self._row(row, rows[row], seed, sampling, client, ended)
 
             states = await self.client.health()
             return await generate(self.client, states[0]["version"], run)
@@ -310,7 +239,9 @@ class AgentLoopManager:
             return
         wait([asyncio.run_coroutine_threadsafe(coroutine, self._loop)], _GRACE_S)
 
-    def row_runner(self, prompts: DataProto) -> Callable[[str, dict[str, Any], int, Any], Coroutine]:
+    def row_runner(
+        self, prompts: DataProto, ended: Ended | None = None
+    ) -> Callable[[str, dict[str, Any], int, Any], Coroutine]:
         """Return ``run(name, row, seed, client)``, the agent loop of one row of a training batch, as a coroutine.
 
         Args:
@@ -319,7 +250,7 @@ class AgentLoopManager:
         sampling = self._sampling(prompts)
 
         def run(name: str, row: dict[str, Any], seed: int, client: Any) -> Coroutine:
-            return self._row(name, row, seed, sampling, client)
+            return self._row(name, row, seed, sampling, client, ended)
 
         return run
 
@@ -347,22 +278,12 @@ class AgentLoopManager:
         rows: Sequence[dict[str, Any]],
         seeds: Sequence[int],
         sampling: SamplingParams,
-        send: Callable[[Any], None] | None = None,
+        ended: Ended | None = None,
     ) -> list[RowOutput]:
-        """Outputs in the order of the rows; the first error that is raised ends the others.
-
-        Args:
-            send: gets seed, tokens and number of turns of each response that a reward function will score.
-        """
-
-        async def run(number: int, row: dict[str, Any], seed: int) -> RowOutput:
-            output = await self._row(number, row, seed, sampling)
-            if send is not None and (message := early_message(output, seed)) is not None:
-                send(message)
-            return output
-
+        """Outputs in the order of the rows; the first error that is raised ends the others."""
         tasks = [
-            asyncio.ensure_future(run(i, row, seed)) for i, (row, seed) in enumerate(zip(rows, seeds, strict=True))
+            asyncio.ensure_future(self._row(i, row, seed, sampling, ended=ended))
+            for i, (row, seed) in enumerate(zip(rows, seeds, strict=True))
         ]
         try:
             return await asyncio.gather(*tasks)
@@ -373,95 +294,22 @@ class AgentLoopManager:
             await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _row(
-        self, number: int | str, row: dict[str, Any], seed: int, sampling: SamplingParams, client: Any = None
+        self,
+        number: int | str,
+        row: dict[str, Any],
+        seed: int,
+        sampling: SamplingParams,
+        client: Any = None,
+        ended: Ended | None = None,
     ) -> RowOutput:
-        """Run the agent loop of a row, again if it fails and ``env.on_error`` says so; what it returns in the end."""
-        env, start = self.config.env, time.perf_counter()
-        name = row.get("agent_name") or self.rollout.agent.default_agent_loop
-        attempts = 1 + (env.max_retries if env.on_error == "retry" else 0)
-        for attempt in range(attempts):
-            if attempt and isinstance(client, KeepsReplies):
-                client.restart()
-            # other tokens than those that led to the failure
-            own_seed = derive_seed(seed, "retry", attempt) if attempt else seed
-            try:
-                return await self._attempt(number, name, row, own_seed, sampling, client)
-            except (RolloutServerError, asyncio.CancelledError):
-                raise
-            except Exception as error:
-                message = f"agent loop {name!r} failed on row {number}: {type(error).__name__}: {error}"
-                if env.on_error == "stop":
-                    raise RuntimeError(message) from error
-                logger.debug("%s", message, exc_info=error)
-                # of one that names its episode, what it has in common with others
-                cause = f"agent loop {name!r}: {type(error).__name__}: {getattr(error, 'cause', error)}"
-                if isinstance(error, asyncio.TimeoutError) and env.episode_timeout is not None:
-                    cause = f"agent loop {name!r}: not done after env.episode_timeout={env.episode_timeout:g} s"
-                    break
-        return failed_output(row, name, cause, time.perf_counter() - start)
-
-    async def _attempt(
-        self, number: int | str, name: str, row: dict[str, Any], seed: int, sampling: SamplingParams, client: Any
-    ) -> RowOutput:
-        start = time.perf_counter()
-        # the batch's number in the name: row 3 of the next batch is another conversation
-        servers = AsyncLLMServerManager(client or self.client, seed, name=f"{self._batches}.{number}")
-        loop = agent_loop(name)(
-            trainer_config=self.trainer_config,
-            server_manager=servers,
-            tokenizer=self.tokenizer,
-            processor=self.processor,
-        )
-        timeout = self.config.env.episode_timeout
-        if timeout is not None and loop.ends_in_time:
-            timeout += _GRACE_S  # it ends by itself, with the turns that are complete
-        # a dict of the row's own: loops change it
-        task = asyncio.ensure_future(loop.run(dict(vars(sampling)), **row))
-        result = await self._watched(task, servers, timeout)
-        measured = {
-            "finish_reason": servers.last and servers.last.finish_reason,
-            "rollout_version": servers.last and servers.last.version,
-            "rollout_seconds": servers.seconds,
-            "episode_seconds": time.perf_counter() - start,
-            "agent_name": name,
-        }
-        for output in result if isinstance(result, list) else [result]:
-            check_images(output, row)
-            # a loop's own values win: it may call the servers in ways that are not measured here
-            output.extra_fields = {**measured, **output.extra_fields}
-            output.metrics = {"generate_sequences": servers.seconds, **output.seconds}
-        return result
-
-    async def _watched(self, task: asyncio.Task, servers: AsyncLLMServerManager, timeout: float | None) -> RowOutput:
-        """Return the result of ``task``, which is cancelled after ``timeout``, or when it waits for no tokens too long.
-
-        Raises:
-            TimeoutError: it was.
-            AgentLoopIdle: it asked for no tokens for ``env.idle_timeout``.
-        """
-        idle_limit, start = self.config.env.idle_timeout, time.monotonic()
-        try:
-            while True:
-                left = None if timeout is None else max(0.0, start + timeout - time.monotonic())
-                idle = servers.idle_s
-                if idle_limit is not None:
-                    wait_s = idle_limit - idle if idle is not None else idle_limit
-                    left = wait_s if left is None else min(left, wait_s)
-                done, _ = await asyncio.wait({task}, timeout=left)
-                if done:
-                    return task.result()
-                if timeout is not None and time.monotonic() - start >= timeout:
-                    raise asyncio.TimeoutError
-                idle = servers.idle_s
-                if idle_limit is not None and idle is not None and idle >= idle_limit:
-                    raise AgentLoopIdle(
-                        f"it asked for no tokens in {idle:.0f} s (env.idle_timeout={idle_limit:g}) and waits at "
-                        f"{place_of(task)}. Give what it waits for a limit of time, or raise env.idle_timeout."
-                    )
-        finally:
-            if not task.done():
-                task.cancel()
-                await asyncio.gather(task, return_exceptions=True)
+        """What the agent loop of a row returns, run here or in another process; see `RowRunner.run`."""
+        if self.workers is not None:
+            output = await self.workers.run(number, row, seed, sampling, client, self._batches)
+        else:
+            output = await self._runner.run(number, row, seed, sampling, client or self.client, self._batches)
+        if ended is not None and (found := response_to_score(output)) is not None:
+            ended(seed, row, *found)
+        return output
 
     # -- watching the workers ------------------------------------------------------------------------------------------
 
@@ -489,6 +337,8 @@ class AgentLoopManager:
 
     def _check_workers(self) -> None:
         """Raise if a worker is dead, its engine failed, or it has not finished a step for too long."""
+        if self.workers is not None:
+            self.workers.check()
         limit = self.worker_group.timeout
         for rank, state in enumerate(self.worker_group.server_state()):
             if limit is not None and state["running"] and state["idle_s"] > limit:
@@ -511,85 +361,14 @@ class AgentLoopManager:
         except FutureTimeout:
             # an agent loop blocks it: the thread is a daemon, and ends with the process
             logger.warning("the event loop of agent loops is blocked, and is left to the end of the process")
+        if self.workers is not None:
+            self.workers.close()
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(timeout=10)
         if not self._thread.is_alive():
             self._loop.close()
         with suppress(WorkerGroupError):
             self.worker_group.stop_server()
-
-
-class AgentLoopIdle(RuntimeError):
-    """An agent loop waits for something that does not come."""
-
-    exit_class = ExitCode.WORKER
-
-
-def place_of(task: asyncio.Task) -> str:
-    """Return file, line and function where a task waits: the innermost of its own code."""
-    inner: Any = task.get_coro()
-    place = "a place that is not known"
-    while inner is not None and getattr(inner, "cr_frame", None) is not None:
-        frame = inner.cr_frame
-        if "asyncio" not in frame.f_code.co_filename:
-            place = f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}"
-        inner = inner.cr_await
-    return place
-
-
-class EventLoopPulse:
-    """Whether the event loop of agent loops still runs: one that blocks in a call stops all others.
-
-    Args:
-        limit_s: seconds without a sign of it that end the run; None: no limit. It warns after `_SAY_BLOCKED_S`.
-    """
-
-    def __init__(self, loop: asyncio.AbstractEventLoop, thread: threading.Thread, limit_s: float | None):
-        self.loop, self.thread, self.limit_s = loop, thread, limit_s
-        self.asked_at: float | None = None
-        """Time of a request for a sign that has not come yet."""
-        self.has_said = False
-
-    def _beat(self) -> None:
-        self.asked_at = None
-
-    def check(self) -> None:
-        """Ask the loop for a sign, or look at how long ago it was asked.
-
-        Raises:
-            AgentLoopIdle: too long.
-        """
-        asked_at = self.asked_at
-        if asked_at is None:
-            self.asked_at = time.monotonic()
-            self.loop.call_soon_threadsafe(self._beat)
-            return
-        blocked_s = time.monotonic() - asked_at
-        if blocked_s < min(_SAY_BLOCKED_S, self.limit_s or _SAY_BLOCKED_S):
-            return
-        frame = sys._current_frames().get(self.thread.ident)
-        place = "".join(traceback.format_stack(frame, limit=3)) if frame else "a place that is not known\n"
-        message = (
-            f"an agent loop has blocked the event loop of all of them for {blocked_s:.0f} s, at:\n{place}Blocking work "
-            "belongs into self.loop.run_in_executor, or await something that does not block."
-        )
-        if self.limit_s is not None and blocked_s >= self.limit_s:
-            raise AgentLoopIdle(f"env.idle_timeout={self.limit_s:g}: {message}")
-        if not self.has_said:
-            self.has_said = True
-            logger.warning("%s", message)
-
-
-def early_message(output: RowOutput, seed: int) -> list[Any] | None:
-    """What is sent of a row whose agent loop has ended: its seed, tokens (int32) and number of turns.
-
-    None: it is scored with the batch, or not by a reward function.
-    """
-    if isinstance(output, list) or not output.response_ids or output.status == EpisodeStatus.ERROR:
-        return None
-    if output.reward_score is not None or "reward_scores" in output.extra_fields:
-        return None
-    return [seed, array("i", output.response_ids).tobytes(), output.num_turns]
 
 
 def rows_of(prompts: DataProto) -> list[dict[str, Any]]:

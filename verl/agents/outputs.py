@@ -148,6 +148,18 @@ def check_images(output: AgentLoopOutput, row: Mapping[str, Any]) -> None:
             )
 
 
+def response_to_score(output: AgentLoopOutput | Sequence[AgentLoopOutput]) -> tuple[list[int], int] | None:
+    """Return tokens and number of turns of a row that a reward function can score before the others of its batch end.
+
+    None: it is scored with the batch, or not by a reward function.
+    """
+    if not isinstance(output, AgentLoopOutput) or not output.response_ids or output.status == EpisodeStatus.ERROR:
+        return None
+    if output.reward_score is not None or "reward_scores" in output.extra_fields:
+        return None
+    return output.response_ids, output.num_turns
+
+
 def spread(outputs: Sequence[AgentLoopOutput]) -> dict[str, float]:
     """Seconds by name over the rows: ``agent_loop/{name}/{min,max,mean}``."""
     metrics: dict[str, float] = {}

@@ -339,9 +339,14 @@ class RewardModelConfig(Config):
         return self.enable and not self.server_urls
 
     @property
+    def has_workers(self) -> bool:
+        """Do processes of this run have a reward model, or a judge?"""
+        return self.uses_engine or self.runs_judge
+
+    @property
     def own_processes(self) -> list[int]:
         """Processes that only it uses, by node; none where it takes turns with the policy, or is elsewhere."""
-        has_own = self.enable_resource_pool and (self.uses_engine or self.runs_judge)
+        has_own = self.enable_resource_pool and self.has_workers
         return [self.n_gpus_per_node] * self.nnodes if has_own else []
 
     def engine_options(self, problems: list[Problem] | None = None) -> Any:

@@ -160,11 +160,8 @@ class AgentConfig(Config):
 
     _read_if: ClassVar[ReadIf] = _SERVED
 
-    num_workers: int = option(8, above=0, never_read="agent loops share one event loop of the driver")
-    """No effect: all agent loops run in one event loop of the driver. A turn costs it some 1.2 ms of CPU, HTTP and
-    chat template included: 1,000 episodes at a time with turns of 2 s take 60% of a core
-    (``python -m benchmarks.agents``). What takes longer runs elsewhere: environments in ``env.num_workers`` processes,
-    tools in ``multi_turn.tool_num_workers``."""
+    num_workers: int = option(1, above=0)
+    """Processes of agent loops; 1: they run in an event loop of the driver."""
 
     default_agent_loop: str = "single_turn_agent"
     """Agent loop of the rows that have no ``agent_name``. Unless given: ``openai_agent`` where one is named in

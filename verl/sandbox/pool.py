@@ -716,11 +716,11 @@ class SandboxedFunction:
             for key, future in zip(packed, futures, strict=True):
                 self._begun.setdefault(key, deque()).append((self._round, future))
 
-    def next_round(self) -> int:
-        """Forget the calls begun two rounds ago and earlier; returns how many were never asked for."""
+    def next_round(self, kept: int = 1) -> int:
+        """Forget the calls begun more than ``kept`` rounds ago; returns how many were never asked for."""
         with self._begun_lock:
             self._round += 1
-            old = {key: futures for key, futures in self._begun.items() if futures[-1][0] < self._round - 1}
+            old = {key: futures for key, futures in self._begun.items() if futures[-1][0] < self._round - kept}
             for key in old:
                 del self._begun[key]
         return sum(map(len, old.values()))

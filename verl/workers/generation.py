@@ -7,7 +7,6 @@ device back afterwards. aiohttp is imported when a server is started.
 from __future__ import annotations
 
 import time
-from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
@@ -31,7 +30,14 @@ from verl.utils.tokenizer import hf_tokenizer
 from verl.workers.model_worker import HybridWorker, lora_spec
 from verl.workers.rollout import get_rollout_class
 from verl.workers.rollout.assemble import assemble, sampling_params
-from verl.workers.rollout.base import Completion, Request, RolloutEngine, SamplingParams, WeightSyncError
+from verl.workers.rollout.base import (
+    Completion,
+    Request,
+    RolloutEngine,
+    SamplingParams,
+    WeightSyncError,
+    ended_message,
+)
 from verl.workers.rollout.memory import memory_errors
 from verl.workers.rollout.monitor import engine_phase
 from verl.workers.rollout.weights.canary import CanaryError, canary_prompts, explanation, generate_canary
@@ -246,16 +252,13 @@ class RolloutRole(HybridWorker):
     def reporting(
         self, meta: Mapping[str, Any], seeds: Sequence[int]
     ) -> Iterator[Callable[[int, Completion], None] | None]:
-        """What tells the driver of a response that has ended, if it asks (``completions_to`` of the metadata).
-
-        A message is the seed of the response, which no other of a batch has, and its tokens, int32.
-        """
+        """What tells the driver of a response that has ended, if it asks (``completions_to`` of the metadata)."""
         leads = get_rank() % self.rollout.tensor_parallel_size == 0
         with sender(meta.get("completions_to") if leads else None) as send:
             if send is None:
                 yield None
                 return
-            yield lambda place, one: send([seeds[place], array("i", one.token_ids).tobytes()])
+            yield lambda place, one: send(ended_message(seeds[place], one.token_ids))
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def rollout_metrics(self) -> dict[str, float]:

@@ -91,6 +91,24 @@ def test_turns_of_a_conversation_reach_the_function_and_a_changed_response_is_sc
     assert manager.next_round() == 0 and manager.next_round() == 1
 
 
+def test_a_response_that_waits_for_its_group_keeps_its_reward_and_begins_once(tmp_path):
+    calls = tmp_path / "calls.txt"
+    path = write(tmp_path, f"CALLS = {str(calls)!r}\n{FUNCTIONS['def']}{BODY}")
+    manager, batch = load_reward_manager(config(path), TOKENIZER, 0), batch_of(["5", "ab"])
+    early = EarlyScoring(manager, "127.0.0.1")
+    batch.non_tensor_batch["__num_turns__"] = np.array([2, 2], dtype=np.int32)
+    rows = [{name: values[i] for name, values in batch.non_tensor_batch.items()} for i in range(2)]
+    ids = [row.tolist() for row in batch.ragged("responses").rows()]
+    early.next_round(kept=3)
+    for seed in (7, 8, 7):  # the last comes again: a sample that went on from its log
+        early.begin(seed, rows[seed - 7], ids[seed - 7], 2)
+    early.begin(9, {"data_source": "without a goal"}, ids[0], 2)
+    for _ in range(3):
+        early.next_round(kept=3)
+    first = compute_reward(batch, manager)[1]["score"]
+    assert sorted(calls.read_text().splitlines()) == ["5", "ab"] and [int(score) for score in first] == [1, 2]
+
+
 def test_a_manager_that_needs_the_batch_waits_for_it(tmp_path):
     path = write(
         tmp_path, "def compute_score(data_sources, solution_strs, ground_truths, extra_infos):\n    return []\n"

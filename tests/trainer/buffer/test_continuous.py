@@ -2,18 +2,23 @@
 
 import asyncio
 import json
+import pickle
 from collections import Counter
 from types import SimpleNamespace
 
 import hypothesis.strategies as st
+import pytest
 from hypothesis import given, settings
 
 from tests.support.runs import make_task, overrides, read_metrics
 from tests.trainer.buffer.test_disjoint import APART, ROLLOUT, RUN, run
 from tests.trainer.buffer.test_over_sampling import Prompts
+from verl.agents.episode import Reply, ReplyLog
 from verl.data.loader import build_train_loader
 from verl.experimental.fully_async_policy import fully_async_main
+from verl.rewards.managers.early import EarlyScoring
 from verl.trainer.buffer.continuous import ContinuousScheduler, OpenGroup
+from verl.trainer.buffer.partial_rollouts import PartialRollout, ProgressLog, SampleClient, SampleStopped
 from verl.trainer.buffer.prompt_pool import PromptPool
 from verl.trainer.main_ppo import main
 from verl.workers.rollout.base import Completion, Request, SamplingParams
@@ -111,6 +116,23 @@ def test_new_weights_go_on_with_a_response_until_its_tokens_are_too_old():
     asyncio.run(run())
 
 
+def test_a_sample_travels_with_its_log_and_one_that_is_stopped_waits_at_no_gate():
+    async def run():
+        turn = PartialRollout("key", [1, 2], [-0.1, -0.2], [2, 3], "stop")
+        sample = SampleClient(None, "a/0", ProgressLog([turn], ReplyLog([Reply(reward=0.5)])), 3, 7, asyncio.Event())
+        sent = pickle.loads(pickle.dumps(sample))
+        assert sent.log == sample.log and (sent.sample_id, sent.version, sent.priority) == ("a/0", 3, 7)
+        sent.attach(ScriptedClient(""), asyncio.Event())
+        sent.log.clear()
+        task = asyncio.ensure_future(sent.generate(Request((1,), SamplingParams(4), 0)))
+        await asyncio.sleep(0)
+        sent.stop()
+        with pytest.raises(SampleStopped):
+            await asyncio.wait_for(task, 5)
+
+    asyncio.run(run())
+
+
 def prompts_of(folder, steps):
     rows = [json.loads(line) for step in steps for line in (folder / f"{step}.jsonl").read_text().splitlines()]
     return Counter(row["input"] for row in rows)
@@ -122,6 +144,7 @@ def run_as_verl_does(folder, monkeypatch):
     given |= {name: value for name, value in {**RUN, **CONTINUOUS}.items() if not name.startswith("actor_rollout_ref")}
     given |= {name: value for name, value in RUN.items() if name.endswith("ppo_mini_batch_size")}
     given |= {"async_training__staleness_threshold": 2, "async_training__partial_rollout": True}
+    given |= {f"{ROLLOUT}__agent__num_workers": 2}  # that of the whole run is 1
     given |= {"trainer__rollout_data_dir": folder / "resumed", "trainer__default_local_dir": folder / "run"}
     monkeypatch.setenv("VERL_FILE_LOGGER_PATH", str(folder / "resumed.jsonl"))
     main(overrides(make_task(folder / "task", rows=12), **given), fully_async_main.RECIPE)
@@ -129,7 +152,12 @@ def run_as_verl_does(folder, monkeypatch):
 
 
 def test_tokens_of_several_versions_are_trained_on_and_a_resumed_run_keeps_them(tmp_path, monkeypatch):
+    begun = Counter()
+    begin = EarlyScoring.begin
+    counted = lambda scoring, seed, *response: begun.update([seed]) or begin(scoring, seed, *response)  # noqa: E731
+    monkeypatch.setattr(EarlyScoring, "begin", counted)
     whole = run(tmp_path, "whole", monkeypatch, **CONTINUOUS, trainer__default_local_dir=tmp_path / "run")
+    assert set(begun.values()) == {1} and len(begun) == 6 * 4 * 4  # as each ended, also those of groups that waited
     assert all(row["rollout/staleness/max"] <= 2 for row in whole.values())
     assert max(row["rollout/staleness/max"] for row in whole.values()) > 0
     assert max(row["rollout/interrupted_share"] for row in whole.values()) > 0

@@ -190,7 +190,7 @@ def reward_engine_has_devices(config: PPOConfig) -> Iterator[Problem]:
             f"classifier leave rollout out, or serve it with vLLM or SGLang and give {RM}.server_urls."
         )
         yield problem(config, f"{RM}.rollout", text, f"{RM}.enable")
-    if rm.enable_resource_pool and (rm.uses_engine or rm.runs_judge) and not sum(rm.own_processes):
+    if rm.enable_resource_pool and rm.has_workers and not sum(rm.own_processes):
         text = (
             f"has {RM}.nnodes={rm.nnodes} x {RM}.n_gpus_per_node={rm.n_gpus_per_node} devices. Raise both to 1 or more."
         )

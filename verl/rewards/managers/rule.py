@@ -190,8 +190,8 @@ class RuleRewardManager(AbstractRewardManager):
         self.max_concurrent = max_concurrent
         self.reward_kwargs = reward_kwargs
         self._has_warned = False
-        self._kept_texts: tuple[dict[bytes, str], dict[bytes, str]] = ({}, {})
-        """Texts by the bytes of their token ids: of this batch, and of the one before."""
+        self._kept_texts: list[dict[bytes, str]] = [{}]
+        """Texts by the bytes of their token ids: of this batch, and of those before."""
         for function in functions_of(self.compute_score):
             self.check_signature(function)
 
@@ -293,8 +293,7 @@ class RuleRewardManager(AbstractRewardManager):
         if not any(self._kept_texts):
             return decode_rows(self.tokenizer, ids)
         keys = [row.astype(np.int32).tobytes() for row in ids]
-        newer, older = self._kept_texts
-        known = [newer.get(key, older.get(key)) for key in keys]
+        known = [next((kept[key] for kept in self._kept_texts if key in kept), None) for key in keys]
         left = [i for i, text in enumerate(known) if text is None]
         for i, text in zip(left, decode_rows(self.tokenizer, [ids[i] for i in left]), strict=True):
             known[i] = text
@@ -327,10 +326,11 @@ class RuleRewardManager(AbstractRewardManager):
             ]
         )
 
-    def next_round(self) -> int:
-        """Another batch begins: forget what was begun for the one before the last; returns how much it was."""
-        self._kept_texts = ({}, self._kept_texts[0])
-        return sum(one.next_round() for one in functions_of(self.compute_score) if isinstance(one, SandboxedFunction))
+    def next_round(self, kept: int = 1) -> int:
+        """Another batch begins: forget what was begun more than ``kept`` batches ago; returns how much it was."""
+        self._kept_texts = [{}, *self._kept_texts[:kept]]
+        functions = [one for one in functions_of(self.compute_score) if isinstance(one, SandboxedFunction)]
+        return sum(one.next_round(kept) for one in functions)
 
     def _collect(self, samples: list[Sample], results: Sequence[Any], data: DataProto) -> tuple[list[float], dict]:
         """Numbers and extra columns of the results; failures are counted, or one too many ends the run here."""

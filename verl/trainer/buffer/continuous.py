@@ -21,6 +21,7 @@ from verl.trainer.buffer.over_sampling import GroupScheduler, Sample, SampledGro
 from verl.trainer.buffer.partial_rollouts import (
     GenerationClient,
     ProgressLog,
+    RemoteSamplesClient,
     SampleClient,
     abort_running,
     stop_samples,
@@ -123,8 +124,26 @@ class ContinuousScheduler(GroupScheduler):
             for sample in own:
                 self._begin(group, sample)
 
+    async def hold(self) -> None:
+        """Send no request until `release`: what new weights interrupt waits here, not at the servers."""
+        self.gate.clear()
+        if isinstance(self._client, RemoteSamplesClient):
+            await self._client.hold()
+
+    async def release(self) -> None:
+        """Let requests be sent, under the newest weights."""
+        if isinstance(self._client, RemoteSamplesClient):
+            await self._client.release(self.weights[-1])
+        self.gate.set()
+
+    async def _fetch_logs(self, interrupts: bool = False) -> None:
+        """Bring the logs of samples that run in other processes to their newest state; may end their requests."""
+        if isinstance(self._client, RemoteSamplesClient):
+            await self._client.fetch_logs({one.client.sample_id: one.client for one in self.samples}, interrupts)
+
     async def restart_old(self, client: GenerationClient) -> tuple[int, int]:
         """Start samples again that hold a token older than ``max_staleness``; return their number, and tokens."""
+        await self._fetch_logs()
         bound, samples, tokens = self.config.staleness, 0, 0
         for group in self.open.values():
             old = [s for s in group.samples if any(self.staleness(v) > bound for v in set(s.log.versions))]
@@ -144,7 +163,7 @@ class ContinuousScheduler(GroupScheduler):
             whatever a sample raised.
         """
         count = min(self.batch_size, len(self.open))
-        self.gate.set()
+        await self.release()
         waited_for = 0
         while True:
             if self._error is not None:
@@ -259,11 +278,13 @@ class ContinuousScheduler(GroupScheduler):
         """Return the tokens of the open groups as JSON values; interrupts the requests that run for the moment."""
         self.gate.clear()
         try:
-            await abort_running([sample.client for sample in self.samples], client)
+            await self._fetch_logs(interrupts=True)
+            if not isinstance(client, RemoteSamplesClient):
+                await abort_running([sample.client for sample in self.samples], client)
             logs = {sample.client.sample_id: sample.log.state() for sample in self.samples if sample.log.turns}
             return {"journals": logs, "started": {group.uid: group.step for group in self.open.values()}}
         finally:
-            self.gate.set()
+            await self.release()
 
     def save_open(self, folder: Path, state: dict[str, Any]) -> None:
         """Write the open groups, whose `interrupted_state` is given, into a step's folder."""

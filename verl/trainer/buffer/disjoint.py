@@ -144,12 +144,12 @@ class DisjointRollout:
             self.engine.keep_serving()
         return seconds
 
-    def serve_rows(self, prompts: DataProto, generate: Any) -> tuple[Any, Timing]:
+    def serve_rows(self, prompts: DataProto, generate: Any, ended: Any = None) -> tuple[Any, Timing]:
         """Call `AgentLoopManager.serve_rows` under the newest weights."""
 
         def serve() -> tuple[Any, Timing]:
             seconds = self._prepare(prompts)
-            result, timing = self.engine.serve_rows(prompts, generate)
+            result, timing = self.engine.serve_rows(prompts, generate, ended)
             return result, {**timing, **seconds}
 
         return self._again_if_lost(serve)

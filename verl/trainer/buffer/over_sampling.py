@@ -361,12 +361,13 @@ class GroupScheduler:
 
 
 def sample_batch(
-    manager: Any, scheduler: GroupScheduler, prompts: DataProto
+    manager: Any, scheduler: GroupScheduler, prompts: DataProto, ended: Callable[..., None] | None = None
 ) -> tuple[DataProto, DataProto, SampledGroups]:
     """Generate a step's batch with agent loops.
 
     Args:
         manager: AgentLoopManager.
+        ended: gets each response as it ends, `verl.agents.manager.Ended`.
 
     Returns:
         the prompts of the batch, in their order; their responses, n a prompt, with the columns of a rollout,
@@ -374,7 +375,7 @@ def sample_batch(
         generated each token, -1 on tokens of others; and the groups, with their metrics.
     """
     manager.client.take_spans()
-    sampled, timing = manager.serve_rows(prompts, partial(scheduler.sample, prompts))
+    sampled, timing = manager.serve_rows(prompts, partial(scheduler.sample, prompts), ended)
     sampled.metrics |= occupancy(manager.client.take_spans(), manager.client.num_servers)
     chosen = prompts.select_idxs(sampled.rows)
     return chosen, batch_of(manager, scheduler.config, chosen, sampled, timing), sampled

@@ -8,10 +8,11 @@ the aborted one is continued, the rest is generated.
 from __future__ import annotations
 
 import asyncio
+from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from hashlib import blake2b
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -87,6 +88,20 @@ class GenerationClient(Protocol):
         """Abort these requests, waiting or running, or all; their `generate` returns the tokens so far."""
 
 
+@runtime_checkable
+class RemoteSamplesClient(GenerationClient, Protocol):
+    """A client whose samples run in other processes (`verl.agents.workers`), where their requests and logs are."""
+
+    async def hold(self) -> None:
+        """Have them send no request until `release`."""
+
+    async def release(self, version: int) -> None:
+        """Let them send requests again, under the weights of ``version``."""
+
+    async def fetch_logs(self, samples: Mapping[str, SampleClient], interrupts: bool = False) -> None:
+        """Bring the logs of samples, by id, to their newest state; ``interrupts``: end their requests first."""
+
+
 class SampleStopped(asyncio.CancelledError):
     """The sample was stopped; its tokens are in its progress log. Not an Exception, which agent loops might catch."""
 
@@ -102,6 +117,16 @@ class PartialRollout:
     versions: list[int] = field(default_factory=list)
     finish_reason: Literal["stop", "length", "abort"] | None = None
     """None: not complete."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        log_probs = None if self.log_probs is None else array("d", self.log_probs)
+        return vars(self) | {
+            "token_ids": array("i", self.token_ids), "log_probs": log_probs, "versions": array("q", self.versions)
+        }  # fmt: skip
+
+    def __setstate__(self, state: Mapping[str, Any]) -> None:
+        lists = {name: value.tolist() for name, value in state.items() if isinstance(value, array)}
+        vars(self).update({**state, **lists})
 
     def add(self, completion: Completion, version: int) -> None:
         """Append tokens that the weights of ``version`` generated."""
@@ -187,6 +212,8 @@ class ProgressLog:
 class SampleClient:
     """Client of one sample: keeps its progress log, and continues the incomplete answer.
 
+    Pickled it loses its client and its gate, until `attach`.
+
     Args:
         client: of the rollout servers.
         sample_id: names the sample; its requests are called ``{sample_id}/{number of the call}``.
@@ -213,18 +240,40 @@ class SampleClient:
         self.version = version
         self.priority = priority
         self.is_stopped = False
-        """Set it to refuse further requests; abort the `running` one to end it now."""
+        """Whether further requests are refused (`stop`); abort the `running` one to end it now."""
         self.running: str | None = None
         """Id of the running request."""
         self.idle = asyncio.Event()
         """Set while no request runs."""
         self.idle.set()
         self._calls = 0
+        self._at_gate: asyncio.Future | None = None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _detached, (
+            self.sample_id,
+            self.log,
+            self.version,
+            self.priority,
+            self.is_stopped,
+            self.gate is not None,
+        )
+
+    def attach(self, client: GenerationClient, gate: asyncio.Event) -> None:
+        """Use ``client``, and ``gate`` where the sample had one."""
+        self.client = client
+        self.gate = None if self.gate is None else gate
 
     @property
     def replies(self) -> ReplyLog:
         """Answers of the sample's environment."""
         return self.log.replies
+
+    def stop(self) -> None:
+        """Refuse further requests, also one that waits at the gate."""
+        self.is_stopped = True
+        if self._at_gate is not None:
+            self._at_gate.cancel()
 
     def restart(self) -> None:
         """Start the sample again: an agent loop failed."""
@@ -249,8 +298,12 @@ class SampleClient:
         turn, name = self._current_turn(request), f"{self.sample_id}/{self._calls}"
         self._calls += 1
         while turn.finish_reason is None:
-            if self.gate is not None:
-                await self.gate.wait()
+            if self.gate is not None and not self.gate.is_set():
+                self._at_gate = asyncio.ensure_future(self.gate.wait())
+                try:
+                    await asyncio.wait({self._at_gate})
+                finally:
+                    self._at_gate.cancel()
             if self.is_stopped:
                 raise SampleStopped(self.sample_id)
             self.running = name
@@ -294,10 +347,19 @@ class SampleClient:
         return turns[number]
 
 
+def _detached(
+    sample_id: str, log: ProgressLog, version: int, priority: int, is_stopped: bool, has_gate: bool
+) -> SampleClient:
+    """Return a `SampleClient` of another process, to be attached."""
+    sample = SampleClient(None, sample_id, log, version, priority, asyncio.Event() if has_gate else None)
+    sample.is_stopped = is_stopped
+    return sample
+
+
 async def stop_samples(samples: Sequence[SampleClient], client: GenerationClient) -> None:
     """Stop samples; return when none of them has a running request."""
     for sample in samples:
-        sample.is_stopped = True
+        sample.stop()
     await abort_running(samples, client)
 
 

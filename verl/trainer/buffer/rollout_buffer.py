@@ -29,7 +29,7 @@ from verl.telemetry.metric import reduce_metrics
 from verl.telemetry.profiler import marked_timer
 from verl.trainer.buffer.continuous import ContinuousScheduler, RunRow
 from verl.trainer.buffer.disjoint import DisjointRollout, PendingRollout
-from verl.trainer.buffer.over_sampling import GroupScheduler, SampledGroups, batch_of, sample_batch
+from verl.trainer.buffer.over_sampling import GroupScheduler, SampledGroups, batch_of, max_deferrals, sample_batch
 from verl.trainer.buffer.prompt_pool import STATE_FILE, GroupFilter, PromptPool, load_pool, save_pool
 from verl.trainer.buffer.rollout_skip import RolloutCache
 from verl.utils.py_functional import derive_seed
@@ -161,6 +161,12 @@ class RolloutBuffer:
         if rollout.skip_rollout:
             self.engine = RolloutCache(self.engine, config, self.say)
 
+    @property
+    def worker_groups(self) -> list[Any]:
+        """Groups of processes besides those of the roles: of the agent loops."""
+        workers = None if self.agent_loops is None else self.agent_loops.workers
+        return [] if workers is None else [workers.group]
+
     def close(self) -> None:
         """Stop the rollout's servers, if it has any; also after a failure."""
         if self.continuous is not None and self.agent_loops is not None:
@@ -223,7 +229,7 @@ class RolloutBuffer:
         if self.scheduler is None:
             return Rollouts(prompts, self.generate(prompts.repeat(n, interleave=True), n, step))
         prompts.meta_info.update(validate=False, global_steps=step)
-        prompts, generated, groups = sample_batch(self.engine, self.scheduler, prompts)
+        prompts, generated, groups = sample_batch(self.engine, self.scheduler, prompts, self._begin_scoring())
         return Rollouts(prompts, join_generated(prompts.repeat(n, interleave=True), generated), groups.metrics)
 
     def generate(
@@ -275,6 +281,15 @@ class RolloutBuffer:
             if address is not None:
                 request.meta_info["completions_to"] = address
 
+    def _begin_scoring(self) -> Callable[..., None] | None:
+        """Return what begins to score each sample of the scheduler as it ends; None: rewards wait for the batch."""
+        if self.early_scoring is None:
+            return None
+        rollout = self.config.actor_rollout_ref.rollout
+        # a complete group may wait so many steps for the others of its batch
+        self.early_scoring.next_round(max_deferrals(rollout) if rollout.partial_rollout else 1)
+        return self.early_scoring.begin
+
     # -- one step ahead ----------------------------------------------------------------------------------------------
     # Step k trains on responses of the weights after step k - 2, from the weights after step k - 1; the first batch,
     # which nothing precedes, is generated with the newest. Noukhovitch et al. 2024 (arXiv:2410.18252).
@@ -324,6 +339,7 @@ class RolloutBuffer:
         scheduler, loops, start = self.continuous, self.agent_loops, time.monotonic()
         assert scheduler is not None
         prompts.meta_info.update(validate=False, global_steps=step)
+        begin_scoring = self._begin_scoring()
 
         async def collect(run: RunRow) -> tuple[tuple[int, int], tuple[DataProto, SampledGroups]]:
             await scheduler.start(prompts, step, loops.client, self.engine.version, run)
@@ -331,13 +347,13 @@ class RolloutBuffer:
             return restarted, await scheduler.next_batch(step)
 
         def generate() -> tuple[tuple[int, int], tuple[DataProto, SampledGroups]]:
-            scheduler.gate.clear()  # what the new weights interrupt waits here, not at the servers
+            loops.wait_for(scheduler.hold())
             timing.update(self.engine.keep_serving())
             since, self._serves_since = self._serves_since, time.monotonic()
             spans = loops.client.take_spans(since)
             idle.update(occupancy(spans, loops.client.num_servers, self._serves_since - since) if since else {})
             with marked_timer("gen_wait", timing):
-                return loops.wait_for(collect(loops.row_runner(prompts)))
+                return loops.wait_for(collect(loops.row_runner(prompts, begin_scoring)))
 
         timing: dict[str, float] = {}
         idle: dict[str, float] = {}

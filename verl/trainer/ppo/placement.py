@@ -228,7 +228,7 @@ def start_worker_groups(
     needed = {
         Role.Critic: need_critic(config),
         Role.RefPolicy: has_reference,
-        Role.RewardModel: need_reward_model(config) or config.reward_model.runs_judge,
+        Role.RewardModel: config.reward_model.has_workers,
         Role.Teacher: config.distillation.enabled,
     }
     if needed[Role.RewardModel] and Role.RewardModel not in roles:

@@ -21,7 +21,7 @@ from verl.checkpoint.run_state import RunCheckpoints, saved_groups
 from verl.config.unused_options import check_unused_options
 from verl.data.loader import build_dataset, build_train_loader, build_val_loader
 from verl.protocol import DataProto
-from verl.rewards.managers.early import EarlyScoring, begins_early
+from verl.rewards.managers.early import early_scoring
 from verl.rewards.managers.episode import reward_of_episodes
 from verl.rewards.managers.rule import RuleRewardManager
 from verl.rewards.managers.scoring import compute_reward, error_counts, without_failed, without_failed_episodes
@@ -549,9 +549,7 @@ class RayPPOTrainer(RecipeNames):
         self.buffer.connect(
             self.options, self.actor_wg, self.rollout_wg, self.tokenizer, self.processor, trainer_config=self.config
         )
-        manager, host = self.reward_fn, self.controller.driver_host
-        if host and isinstance(manager, RuleRewardManager) and not self.use_rm and begins_early(self.options, manager):
-            self.buffer.early_scoring = EarlyScoring(manager, host)
+        self.buffer.early_scoring = early_scoring(self.options, self.reward_fn, self.controller.driver_host)
         if self.buffer.agent_loops is not None:
             self.async_rollout_mode, self.async_rollout_manager = True, self.buffer.agent_loops  # names recipes know
 
@@ -625,7 +623,7 @@ class RayPPOTrainer(RecipeNames):
         self.health.check(step, self.last_checkpoint)
         if self.updates_actor and not self.has_checked_keys:  # every role has run: trainer.unread_keys
             self.has_checked_keys = True
-            groups = self.worker_groups.values()
+            groups = [*self.worker_groups.values(), *self.buffer.worker_groups]
             if all(hasattr(group, "options_read") for group in groups):  # workers of a user's own may lack it
                 read = {key for group in groups for keys in group.options_read() for key in keys}
                 check_unused_options(self.options, read, self.say)

@@ -9,11 +9,13 @@ from __future__ import annotations
 import logging
 import math
 from abc import ABC, abstractmethod
+from array import array
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 from typing import TYPE_CHECKING, Any, Literal
 
+import numpy as np
 import torch
 from transformers import GenerationConfig
 
@@ -175,6 +177,21 @@ def empty_completion(request: Request) -> Completion:
 
 TokenOutput = Completion
 """Its name for agent loops of verl."""
+
+
+def ended_message(seed: int, token_ids: Sequence[int], num_turns: int | None = None) -> list[Any]:
+    """Return the message about a response that has ended: its seed, which no other of a batch has, and its tokens.
+
+    Args:
+        num_turns: of a conversation.
+    """
+    return [seed, array("i", token_ids).tobytes(), *([] if num_turns is None else [num_turns])]
+
+
+def read_ended_message(message: Sequence[Any]) -> tuple[int, np.ndarray, np.int32 | None]:
+    """Return seed, tokens (int32) and number of turns, which is None of no conversation, of an `ended_message`."""
+    seed, tokens, *turns = message
+    return seed, np.frombuffer(tokens, np.int32), np.int32(turns[0]) if turns else None
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,585 @@
+"""Agent loops in processes of their own: rows go there, outputs and progress logs come back, tokens as arrays.
+
+Each process has an event loop, tools, environments and connections to the rollout servers of its own. What a row
+becomes depends on its seed and its requests alone, and so neither on the number of processes nor on which one runs it.
+"""
+
+import asyncio
+import copy
+import dataclasses
+import logging
+import pickle
+import secrets
+import threading
+import time
+import traceback
+from array import array
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from functools import partial
+from itertools import count
+from typing import Any, Protocol
+
+from verl.agents.base import AgentLoopOutput, close_shared
+from verl.agents.episode import AssistantTurn, ConversationEnvironment, Reply, ReplyLog
+from verl.agents.rows import EventLoopPulse, RowOutput, RowRunner
+from verl.config.base import READ, Config, get_path
+from verl.envs.host import close_hosts
+from verl.single_controller import get_controller
+from verl.single_controller.base.decorator import Dispatch, register
+from verl.single_controller.base.worker import Worker
+from verl.single_controller.errors import WorkerGroupError
+from verl.utils.import_utils import import_users_modules
+from verl.workers.rollout.base import SamplingParams
+from verl.workers.rollout.monitor import Span
+from verl.workers.rollout.server.client import RolloutClient
+from verl.workers.rollout.server.messages import RolloutServerError
+
+logger = logging.getLogger(__name__)
+
+_GRACE_S = 10.0  # for a row that is cancelled to say how far it came, and for a process to close
+_START_S = 60.0  # for a process to connect
+
+_SPLIT = (
+    "env.num_workers",
+    "env.max_concurrent_steps",
+    "actor_rollout_ref.rollout.multi_turn.tool_num_workers",
+)
+"""Limits of the whole run, of which each process has its part."""
+
+
+class SentSample(Protocol):
+    """Client of one sample that travels with its row: pickled it is its progress log and what it needs to go on."""
+
+    sample_id: str
+    log: Any
+    """Its progress log: ``turns`` and ``replies``."""
+    version: int
+    is_stopped: bool
+    running: str | None
+    idle: asyncio.Event
+
+    def attach(self, client: RolloutClient, gate: asyncio.Event) -> None:
+        """Use ``client``, and ``gate`` where the sample had one."""
+
+    def stop(self) -> None:
+        """Refuse further requests."""
+
+
+# -- messages ----------------------------------------------------------------------------------------------------------
+_LENGTH_BYTES = 8
+_TOKEN_BYTES = 32
+_ARRAYS = {"prompt_ids": "i", "response_ids": "i", "response_mask": "b", "response_logprobs": "d"}
+
+
+def packed(output: RowOutput) -> RowOutput:
+    """Return an output with its tokens, mask and log-probs as arrays, bit for bit; what is no plain number stays."""
+    return _converted(output, lambda values, kind: array(kind, values))
+
+
+def unpacked(output: RowOutput) -> RowOutput:
+    """Return the output that `packed` was given, with lists for its arrays."""
+    return _converted(output, lambda values, kind: values.tolist() if isinstance(values, array) else values)
+
+
+def _converted(output: RowOutput, convert: Callable[[Any, str], Any]) -> RowOutput:
+    def of_row(one: AgentLoopOutput) -> AgentLoopOutput:
+        found = {}
+        for name, kind in _ARRAYS.items():
+            with suppress(TypeError, OverflowError):
+                found[name] = convert(getattr(one, name), kind)
+        return dataclasses.replace(one, **found)
+
+    return [of_row(one) for one in output] if isinstance(output, list) else of_row(output)
+
+
+def framed(message: Any) -> bytes:
+    """Return a message with its length before it."""
+    data = pickle.dumps(message, protocol=5)
+    return len(data).to_bytes(_LENGTH_BYTES, "little") + data
+
+
+async def receive(reader: asyncio.StreamReader) -> Any:
+    """Return the next message.
+
+    Raises:
+        asyncio.IncompleteReadError: the other end has closed the connection.
+    """
+    length = int.from_bytes(await reader.readexactly(_LENGTH_BYTES), "little")
+    return pickle.loads(await reader.readexactly(length))
+
+
+# -- the process -------------------------------------------------------------------------------------------------------
+class AgentLoopWorker(Worker):
+    """A process of agent loops. They run in a thread, so that calls of its group are answered meanwhile.
+
+    Args:
+        as `RowRunner`; of the limits in ``_SPLIT`` it has its part.
+    """
+
+    def __init__(self, config: Any, tokenizer: Any, processor: Any = None, trainer_config: Any = None):
+        super().__init__()
+        import_users_modules(config.actor_rollout_ref.model.external_lib)
+        size = self.world_size
+        own_tree = None if trainer_config is None else part_of(trainer_config, size)
+        self.runner = RowRunner(part_of(config, size), tokenizer, processor, own_tree)
+        self.client: RolloutClient
+        self.samples: dict[str, SentSample] = {}
+        """Those that run, by id."""
+        self.kept: dict[str, ConversationEnvironment] = {}
+        """Environments of samples that were stopped and may go on, by id."""
+        self._tasks: dict[int, asyncio.Task] = {}
+        self._loop = asyncio.new_event_loop()
+        self._gate = asyncio.Event()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="verl-agent-loops", daemon=True)
+        self._thread.start()
+        self._pulse = EventLoopPulse(self._loop, self._thread, config.env.idle_timeout)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def connect(self, host: str, port: int, token: str) -> None:
+        """Take rows from the driver at this address."""
+        asyncio.run_coroutine_threadsafe(self._connect(host, port, token), self._loop).result(_START_S)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def check(self) -> None:
+        """Raise `AgentLoopIdle` if an agent loop blocks the event loop for too long."""
+        self._pulse.check()
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def options_read(self) -> list[str]:
+        """Dotted keys of the options read in this process so far."""
+        return list(READ)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def close(self) -> None:
+        """Close tools, environments and connections."""
+        with suppress(TimeoutError):
+            asyncio.run_coroutine_threadsafe(self._close(), self._loop).result(_GRACE_S)
+        self._loop.call_soon_threadsafe(close_hosts, self._loop)
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(_GRACE_S)
+
+    async def _connect(self, host: str, port: int, token: str) -> None:
+        reader, self._writer = await asyncio.open_connection(host, port)
+        self._writer.write(token.encode() + self.rank.to_bytes(_LENGTH_BYTES, "little"))
+        self._reading = asyncio.ensure_future(self._read(reader))
+
+    async def _read(self, reader: asyncio.StreamReader) -> None:
+        with suppress(asyncio.IncompleteReadError, OSError):
+            while True:
+                number, method, arguments = await receive(reader)
+                if method == "cancel":
+                    if (task := self._tasks.get(arguments[0])) is not None:
+                        task.cancel()
+                    continue
+                task = asyncio.ensure_future(self._answer(number, getattr(self, f"on_{method}"), arguments))
+                self._tasks[number] = task
+                task.add_done_callback(partial(self._ended, number))
+        for task in list(self._tasks.values()):  # the driver has ended
+            task.cancel()
+
+    def _ended(self, number: int, task: asyncio.Task) -> None:
+        del self._tasks[number]
+
+    async def _answer(self, number: int, method: Callable[..., Any], arguments: tuple) -> None:
+        try:
+            content, error = await method(*arguments), None
+        except BaseException as raised:
+            content, error = None, raised
+        try:
+            message = framed((number, content, error and sendable(error)))
+        except Exception as unsendable:  # the row's output has something that cannot be pickled
+            message = framed((number, None, sendable(unsendable)))
+        self._writer.write(message)
+
+    async def _close(self) -> None:
+        self._reading.cancel()
+        tasks = list(self._tasks.values())
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await self.on_forget(list(self.kept))
+        await close_shared()
+        await self.client.close()
+        self._writer.close()
+
+    # what the driver asks for
+
+    async def on_servers(self, addresses: Sequence[str], token: str, max_running: int | None) -> None:
+        """Send requests to these servers from now on."""
+        if hasattr(self, "client"):
+            await self.client.close()
+        self.client = RolloutClient(addresses, token, max_running)
+
+    async def on_row(
+        self, number: int | str, row: dict[str, Any], seed: int, sampling: SamplingParams, sample: Any, batch: int
+    ) -> tuple[RowOutput | None, BaseException | None, Any, bool]:
+        """Run the agent loop of a row.
+
+        Returns:
+            output; or what it raised; or None twice, if it was stopped. Then the sample's progress log, and whether its
+            environment is kept here.
+        """
+        output: RowOutput | None = None
+        failure: BaseException | None = None
+        kept = False
+        if sample is not None:
+            sample.attach(self.client, self._gate)
+            sample.log.replies.environment = self.kept.pop(sample.sample_id, None)
+            self.samples[sample.sample_id] = sample
+        try:
+            output = packed(await self.runner.run(number, row, seed, sampling, sample or self.client, batch))
+        except asyncio.CancelledError:
+            pass  # a scheduler has stopped the sample, or the driver cancelled the call
+        except Exception as error:
+            failure = sendable(error)
+        if sample is None:
+            return output, failure, None, False
+        self.samples.pop(sample.sample_id, None)
+        replies: ReplyLog = sample.log.replies
+        if sample.is_stopped and (environment := replies.take_environment()) is not None:
+            self.kept[sample.sample_id], kept = environment, True
+        await replies.close()
+        return output, failure, sample.log, kept
+
+    async def on_stop(self, ids: Sequence[str]) -> None:
+        """Stop samples: their rows end soon."""
+        found = [sample for sample_id in ids if (sample := self.samples.get(sample_id)) is not None]
+        for sample in found:
+            sample.stop()
+        await self.client.abort([sample.running for sample in found if sample.running is not None])
+
+    async def on_forget(self, ids: Sequence[str]) -> None:
+        """Close the environments of samples that do not go on."""
+        for sample_id in ids:
+            if (environment := self.kept.pop(sample_id, None)) is not None:
+                await environment.close()
+
+    async def on_hold(self) -> None:
+        """Send no request of samples that have a gate, until `on_release`."""
+        self._gate.clear()
+
+    async def on_release(self, version: int) -> None:
+        """Let the requests of samples be sent, under the weights of ``version``."""
+        for sample in self.samples.values():
+            sample.version = version
+        self._gate.set()
+
+    async def on_logs(self, interrupts: bool) -> dict[str, Any]:
+        """Return the progress logs of the samples that run; ``interrupts``: hold them, and end their requests first."""
+        if interrupts:
+            self._gate.clear()
+            while running := [sample for sample in self.samples.values() if sample.running is not None]:
+                await self.client.abort([sample.running for sample in running if sample.running is not None])
+                # again: a request on its way to its server is not known there yet
+                await asyncio.wait([asyncio.ensure_future(one.idle.wait()) for one in running], timeout=0.05)
+        return {sample_id: sample.log for sample_id, sample in self.samples.items()}
+
+    async def on_spans(self, since: float | None) -> list[Span]:
+        """Return `RolloutClient.take_spans` in seconds of `time.time`, which processes of other nodes share."""
+        shift = time.time() - time.monotonic()
+        return shifted(self.client.take_spans(None if since is None else since - shift), shift)
+
+
+def sendable(error: BaseException) -> BaseException:
+    """Return an error that can be pickled, with its traceback as a note."""
+    text = "".join(traceback.format_exception(type(error), error, error.__traceback__))
+    try:
+        pickle.loads(pickle.dumps(error))
+    except Exception:
+        error = RuntimeError(f"{type(error).__name__}: {error}")
+    if hasattr(error, "add_note"):  # Python 3.11
+        error.add_note(f"In a process of the agent loops:\n{text}")
+    return error
+
+
+def shifted(spans: Iterable[Span], seconds: float) -> list[Span]:
+    """Return spans on another clock."""
+    return [Span(one.replica, one.submitted + seconds, one.started + seconds, one.ended + seconds) for one in spans]
+
+
+def part_of(config: Any, processes: int) -> Any:
+    """Return a configuration in which the limits of ``_SPLIT`` are those of one process, rounded up."""
+    changes = {key: -(-value // processes) for key in _SPLIT if (value := get_path(config, key))}
+    if isinstance(config, Config):
+        return config.with_values(changes)
+    from omegaconf import OmegaConf  # the tree of a script
+
+    config = copy.deepcopy(config)
+    for key, value in changes.items():
+        OmegaConf.update(config, key, value)
+    return config
+
+
+# -- the driver --------------------------------------------------------------------------------------------------------
+class Link:
+    """The connection to one process."""
+
+    def __init__(self, rank: int, writer: asyncio.StreamWriter):
+        self.rank, self.writer = rank, writer
+        self.rows = 0
+        """Rows that run there."""
+        self.is_lost = False
+        self._numbers = count(1)
+        self._waiting: dict[int, asyncio.Future] = {}
+
+    def submit(self, method: str, *arguments: Any) -> tuple[int, asyncio.Future]:
+        """Call a method there; returns the number of the call, and the future of its result."""
+        number, future = next(self._numbers), asyncio.get_running_loop().create_future()
+        if self.is_lost:
+            future.set_exception(self._lost())
+            return number, future
+        self.writer.write(framed((number, method, arguments)))
+        self._waiting[number] = future
+        return number, future
+
+    async def call(self, method: str, *arguments: Any) -> Any:
+        """Return the result of a method there."""
+        return await self.submit(method, *arguments)[1]
+
+    def cancel(self, number: int) -> None:
+        """Cancel a call; it is answered all the same."""
+        if not self.is_lost:
+            self.writer.write(framed((0, "cancel", (number,))))
+
+    async def serve(self, reader: asyncio.StreamReader) -> None:
+        """Take answers until the connection ends."""
+        with suppress(asyncio.IncompleteReadError, OSError):
+            while True:
+                number, content, error = await receive(reader)
+                future = self._waiting.pop(number, None)
+                if future is None or future.done():
+                    continue
+                if error is None:
+                    future.set_result(content)
+                elif isinstance(error, asyncio.CancelledError):
+                    future.cancel()
+                else:
+                    future.set_exception(error)
+        self.is_lost = True
+        for future in self._waiting.values():
+            if not future.done():
+                future.set_exception(self._lost())
+        self._waiting.clear()
+
+    def _lost(self) -> RolloutServerError:
+        return RolloutServerError(f"process {self.rank} of the agent loops has closed its connection")
+
+
+class AgentLoopWorkers:
+    """The processes of agent loops, as the driver has them.
+
+    Args:
+        config, tokenizer, processor, trainer_config: as `RowRunner`.
+        controller: name of the controller that starts them.
+        loop: the driver's event loop of agent loops.
+
+    Raises:
+        ValueError: this controller starts no processes for them.
+    """
+
+    def __init__(
+        self,
+        config: Any,
+        tokenizer: Any,
+        processor: Any,
+        trainer_config: Any,
+        controller: str,
+        loop: asyncio.AbstractEventLoop,
+    ):
+        self.loop = loop
+        self.links: dict[int, Link] = {}
+        self._server: asyncio.Server | None = None
+        self._controller, self._token = get_controller(controller), secrets.token_hex(_TOKEN_BYTES // 2)
+        size, trainer = config.actor_rollout_ref.rollout.agent.num_workers, config.trainer
+        if not self._controller.driver_host:
+            raise ValueError(
+                f"actor_rollout_ref.rollout.agent.num_workers={size} needs processes besides the ranks, which the "
+                f"controller {controller!r} does not start. Set it to 1, or use trainer.controller=ray or local."
+            )
+        nodes = min(size, trainer.nnodes)
+        pool = self._controller.ResourcePool([size // nodes + (node < size % nodes) for node in range(nodes)], 1)
+        pool.use_gpu, pool.concurrent = False, 1  # never the driver itself
+        arguments = {"tokenizer": tokenizer, "processor": processor, "trainer_config": trainer_config}
+        classes = {"agent_loop": self._controller.ClassWithInitArgs(AgentLoopWorker, config=config, **arguments)}
+        group = self._controller.WorkerGroup(
+            pool,
+            self._controller.create_colocated_worker_cls(classes),
+            ray_wait_register_center_timeout=trainer.ray_wait_register_center_timeout,
+            timeout=trainer.worker_timeout,
+            device_name="cpu",
+        )
+        self.group = group.spawn(prefix_set=classes)["agent_loop"]
+        self.group.set_deadlines(trainer.deadlines)
+
+    def connect(self) -> None:
+        """Wait for the connection of every process."""
+        port = asyncio.run_coroutine_threadsafe(self._listen(), self.loop).result(_START_S)
+        self.group.connect(self._controller.driver_host, port, self._token)
+        asyncio.run_coroutine_threadsafe(self._all_here.wait(), self.loop).result(_START_S)
+
+    async def _listen(self) -> int:
+        self._all_here = asyncio.Event()
+        self._server = server = await asyncio.start_server(self._welcome, self._controller.driver_host, 0)
+        return server.sockets[0].getsockname()[1]
+
+    async def _welcome(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        # before anything is unpickled: other users and machines may reach the port
+        try:
+            said = await asyncio.wait_for(reader.readexactly(_TOKEN_BYTES + _LENGTH_BYTES), _GRACE_S)
+        except (asyncio.IncompleteReadError, asyncio.TimeoutError, OSError):
+            said = b""
+        rank = int.from_bytes(said[_TOKEN_BYTES:], "little")
+        if not secrets.compare_digest(said[:_TOKEN_BYTES], self._token.encode()) or rank in self.links:
+            writer.close()
+            return
+        link = self.links[rank] = Link(rank, writer)
+        if len(self.links) == self.group.world_size:
+            self._all_here.set()
+        try:
+            await link.serve(reader)
+        finally:
+            writer.close()
+
+    def use_servers(self, addresses: Sequence[str], token: str, max_running: int | None) -> "WorkersClient":
+        """Have the processes send their requests to these servers; returns the driver's client of them.
+
+        Args:
+            max_running: requests under way at one server at most, of all processes.
+
+        Raises:
+            ValueError: not every process can have one of them.
+        """
+        size = self.group.world_size
+        if max_running is not None and max_running < size:
+            raise ValueError(
+                f"actor_rollout_ref.rollout.max_running_requests={max_running} is less than agent.num_workers={size}, "
+                "of which each sends requests. Raise the first or lower the second."
+            )
+        most = max_running and max_running // size
+        asyncio.run_coroutine_threadsafe(self.all("servers", addresses, token, most), self.loop).result(_START_S)
+        return WorkersClient(self, addresses, token, max_running)
+
+    async def all(self, method: str, *arguments: Any) -> list[Any]:
+        """Call a method of every process; returns the results by rank."""
+        return await asyncio.gather(*(self.links[rank].call(method, *arguments) for rank in sorted(self.links)))
+
+    def check(self) -> None:
+        """Raise if a process is dead, or an agent loop blocks one for too long."""
+        self.group.check()
+
+    async def run(
+        self,
+        number: int | str,
+        row: dict[str, Any],
+        seed: int,
+        sampling: SamplingParams,
+        sample: SentSample | None,
+        batch: int,
+    ) -> RowOutput:
+        """Run the agent loop of a row as `RowRunner.run` does, in the process with the fewest rows.
+
+        Args:
+            sample: its client; None: the row is none of a scheduler's samples. Its log has afterwards, also if it was
+                stopped or cancelled, what was generated.
+        """
+        link = min(self.links.values(), key=lambda link: (link.rows, link.rank))
+        if sample is not None:
+            kept: ReplyLog = sample.log.replies
+            while kept.abandoned:
+                await kept.abandoned.pop().close()
+            if isinstance(environment := kept.take_environment(), RemoteEnvironment):
+                link = environment.link
+            sample.running = sample.sample_id
+            sample.idle.clear()
+        link.rows += 1
+        call, future = link.submit("row", number, row, seed, sampling, sample, batch)
+        try:
+            output, failure, log, keeps = await asyncio.shield(future)
+        except asyncio.CancelledError:
+            link.cancel(call)
+            await asyncio.wait([future], timeout=_GRACE_S)
+            if future.done() and not future.cancelled() and future.exception() is None and sample is not None:
+                self._note(sample, link, *future.result()[2:])
+            raise
+        finally:
+            link.rows -= 1
+            if sample is not None:
+                sample.running = None
+                sample.idle.set()
+        if sample is not None:
+            self._note(sample, link, log, keeps)
+        if failure is not None:
+            raise failure
+        if output is None:
+            raise asyncio.CancelledError(f"the agent loop of row {number} was stopped")
+        return unpacked(output)
+
+    @staticmethod
+    def _note(sample: SentSample, link: Link, log: Any, keeps_environment: bool) -> None:
+        sample.log.turns, sample.log.replies.replies = log.turns, log.replies.replies
+        if keeps_environment:
+            sample.log.replies.environment = RemoteEnvironment(link, sample.sample_id)
+
+    def close(self) -> None:
+        """End the processes. May be called with dead ones."""
+        with suppress(WorkerGroupError):
+            if self.links:
+                self.group.close()
+        self.group.stop()
+        if self._server is not None and not self.loop.is_closed():
+            self.loop.call_soon_threadsafe(self._server.close)
+
+
+class RemoteEnvironment(ConversationEnvironment):
+    """An environment that a process keeps, while no episode runs."""
+
+    def __init__(self, link: Link, sample_id: str):
+        self.link, self.sample_id = link, sample_id
+
+    async def reply(self, turn: AssistantTurn) -> Reply:
+        raise NotImplementedError("it answers in its own process")
+
+    async def close(self) -> None:
+        with suppress(RolloutServerError):
+            await self.link.call("forget", [self.sample_id])
+
+
+class WorkersClient(RolloutClient):
+    """The driver's client of rollout servers to which other processes send requests, too."""
+
+    def __init__(self, workers: AgentLoopWorkers, addresses: Sequence[str], token: str, max_running: int | None):
+        super().__init__(addresses, token, max_running)
+        self.workers = workers
+
+    async def abort(self, request_ids: Iterable[str] | None = None) -> None:
+        """As `RolloutClient.abort`; samples that other processes run are stopped by their ids."""
+        ids = None if request_ids is None else list(request_ids)
+        await asyncio.gather(super().abort(ids), *([self.workers.all("stop", ids)] if ids else []))
+
+    def take_spans(self, since: float | None = None) -> list[Span]:
+        """As `RolloutClient.take_spans`, of all processes. Not from the event loop."""
+        shift = time.time() - time.monotonic()
+        asked = self.workers.all("spans", None if since is None else since + shift)
+        found = asyncio.run_coroutine_threadsafe(asked, self.workers.loop).result()
+        return [*super().take_spans(since), *(span for spans in found for span in shifted(spans, -shift))]
+
+    async def hold(self) -> None:
+        """Have the processes send no request until `release`."""
+        await self.workers.all("hold")
+
+    async def release(self, version: int) -> None:
+        """Let requests be sent again, under the weights of ``version``."""
+        await self.workers.all("release", version)
+
+    async def fetch_logs(self, samples: Mapping[str, SentSample], interrupts: bool = False) -> None:
+        """Bring the progress logs of samples that run to their newest state.
+
+        Args:
+            samples: by id.
+            interrupts: end their requests first; they wait for `release`.
+        """
+        for logs in await self.workers.all("logs", interrupts):
+            for sample_id, log in logs.items():
+                if (sample := samples.get(sample_id)) is not None and sample.running is not None:
+                    sample.log.turns, sample.log.replies.replies = log.turns, log.replies.replies
