@@ -110,7 +110,6 @@ def test_the_page_lists_what_is_not_built():
         (f"{O}.disaggregation.enabled=True", "prefill and decoding on different devices"),
         (f"{O}.full_determinism=true", "full determinism"),
         (f"{O}.full_determinism=1", "full determinism"),
-        ("reward.reward_model.enable_resource_pool=true", "devices of the reward model's own, in the section reward"),
         (f"{A}.megatron.use_megatron_fsdp=true", "Megatron's sharding of weights by FSDP"),
         (f"{A}.optim.use_precision_aware_optimizer=true", "formats of Megatron's optimizer"),
         ("critic.fsdp.qat.enable=true", "quantization-aware training"),
