@@ -47,6 +47,7 @@ class SimulatedHosts(Hosts):
         super().__init__()
         self.world_size, self.pids = world_size, [0] * world_size
         self.ledger = BatchLedger()
+        self.pools = [SharedMemoryPool() for _ in range(world_size)]  # segments are used again, as in a run
         self.simulated_s = 0.0
         self.layout: Any = None
         self.buffer = torch.zeros(1)
@@ -58,11 +59,10 @@ class SimulatedHosts(Hosts):
         self.simulated_s += time.process_time() - start
 
     def _submit(self, role: str, method: str, requests: Sequence[Request], exposed: bool) -> list:
-        calls, pool = [], SharedMemoryPool()
+        calls = []
         for rank, args, kwargs, _ in requests:
-            packed = pool.pack((args, kwargs))
+            packed = self.pools[rank].pack((args, kwargs))
             self.traffic.add(role, method, sent=packed.nbytes)
-            pool.close()  # another rank's segment would be another's memory
             with self._simulated():
                 call = Call(self, rank, role, method)
                 sent = next((value for value in args if isinstance(value, SentBatch)), None)
@@ -84,7 +84,8 @@ class SimulatedHosts(Hosts):
         return [handle.outcome() for handle in handles]
 
     def _stop(self, at_once: bool) -> None:
-        pass
+        for pool in self.pools:
+            pool.close()
 
 
 class SimulatedGroup(WorkerGroup):
@@ -131,7 +132,7 @@ def run_step(group: Any, data: DataProto, advantages: Ragged) -> None:
     group.release_batches()
 
 
-def measure(rows: int, tokens: int, ranks: int, repeats: int = 2) -> dict[str, float]:
+def measure(rows: int, tokens: int, ranks: int, repeats: int = 3) -> dict[str, float]:
     group: Any = SimulatedGroup(ResourcePool([ranks]), ClassWithInitArgs(StepWorker))
     hosts = group._hosts
     best = math.inf
@@ -148,6 +149,7 @@ def measure(rows: int, tokens: int, ranks: int, repeats: int = 2) -> dict[str, f
         run_step(group, data, advantages)
         best = min(best, time.process_time() - start - hosts.simulated_s)
         sent = group.traffic.nbytes - sent
+    group.stop()
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024**2
     row = {"rows": rows, "tokens_a_row": total / rows, "ranks": ranks, "tokens": total, "driver_cpu_s": best}
     return {**row, "sent_bytes_a_token": sent / total, "peak_rss_GiB": peak}

@@ -413,9 +413,9 @@ class JoinedTokens(Ragged):
 class _Gather:
     """Rows of several columns, copied when they are first read."""
 
-    def __init__(self, parts: Sequence[Ragged], rows: np.ndarray):
-        """``rows``: their numbers in all parts, one after the other."""
-        self.parts, self.rows = parts, rows
+    def __init__(self, parts: Sequence[Ragged], rows: np.ndarray, carrier: np.dtype | None = None):
+        """``rows``: their numbers in all parts, one after the other; ``carrier``: a dtype to convert the values to."""
+        self.parts, self.rows, self.carrier = parts, rows, carrier
 
     @cached_property
     def values(self) -> Tensor:
@@ -425,6 +425,8 @@ class _Gather:
         lasts = np.concatenate([part.layout.offsets[1:].numpy() for part in self.parts])
         chosen = zip(part_of[self.rows].tolist(), firsts[self.rows].tolist(), lasts[self.rows].tolist(), strict=True)
         pieces = [arrays[part][first:last] for part, first, last in chosen] or [arrays[0][:0]]
+        if self.carrier is not None:  # in the same pass over memory
+            return tensor_from_numpy(np.concatenate(pieces, dtype=self.carrier, casting="unsafe"))
         return tensor_from_numpy(np.concatenate(pieces), tensor_to_numpy(self.parts[0].values[:0])[1])
 
 
@@ -494,53 +496,86 @@ def _counts_from_zero(column: Ragged) -> bool:
     return torch.equal(sample, values[: len(sample)]) and torch.equal(CountedPositions(column.layout).values, values)
 
 
-def _encoded(values: Tensor, layout: Layout) -> _Encoded:
+def _form(values: Tensor, layout: Layout) -> _Encoded:
     """Return how the values are sent, what is sent of them, its dtype where numpy has none, and theirs if it differs.
 
     ``all``: the one value that they have in common. ``row``: one a row. ``rare``: those that are not 0, and their
-    places. ``each``: every one, integers in the fewest bytes that hold them.
+    places. ``each``: every one.
     """
-    values = values.detach().cpu()
     if _is_constant(values):
         return "all", *tensor_to_numpy(values[:1]), None
     if not values.numel():
         return "each", *tensor_to_numpy(values), None
     if values.ndim == 1 and not values.dtype.is_complex and (found := _repeated(values, layout)):
         return found
-    if values.dtype in (torch.int16, torch.int32, torch.int64):
-        low, high = values.aminmax()
-        for dtype in (torch.int8, torch.int16, torch.int32):
-            limits = torch.iinfo(dtype)
-            if dtype.itemsize < values.element_size() and limits.min <= int(low) and int(high) <= limits.max:
-                return "each", *tensor_to_numpy(values.to(dtype)), values.dtype
     return "each", *tensor_to_numpy(values), None
 
 
-class EncodedColumn:
-    """A column as it is sent, of which rows can be taken; it arrives as a `Ragged`."""
+def _carrier(values: Tensor) -> torch.dtype | None:
+    """The smallest dtype that holds these integers; None if it is theirs, or they are none."""
+    if values.dtype not in (torch.int16, torch.int32, torch.int64) or not values.numel():
+        return None
+    low, high = values.aminmax()
+    for dtype in (torch.int8, torch.int16, torch.int32):
+        limits = torch.iinfo(dtype)
+        if dtype.itemsize < values.element_size() and limits.min <= int(low) and int(high) <= limits.max:
+            return dtype
+    return None
 
-    def __init__(self, encoded: _Encoded, layout: Layout, fill: Fill):
-        self._encoded, self._layout, self._fill = encoded, layout, fill
+
+def _encoded(values: Tensor, layout: Layout) -> _Encoded:
+    """Return how the values are sent: as `_form`, integers in the fewest bytes that hold them."""
+    values = values.detach().cpu()
+    kind, array, carried, dtype = _form(values, layout)
+    if kind == "each" and (carrier := _carrier(values)):
+        return kind, *tensor_to_numpy(values.to(carrier)), values.dtype
+    return kind, array, carried, dtype
+
+
+class EncodedColumn:
+    """A column as it is sent, of which rows can be taken; it arrives as a `Ragged`.
+
+    Rows are copied when it is pickled, so that only the message being made takes memory.
+    """
+
+    def __init__(
+        self,
+        encoded: _Encoded,
+        layout: Layout,
+        fill: Fill,
+        carrier: np.dtype | None = None,
+        taken: tuple[np.ndarray, Layout] | None = None,
+    ):
+        """``carrier``: dtype in which the values are sent; ``taken``: numbers of the rows sent, and their layout."""
+        self._encoded, self._layout, self._fill, self._carrier, self._taken = encoded, layout, fill, carrier, taken
 
     @staticmethod
     def of(column: Ragged) -> EncodedColumn | None:
         """The whole column; None if its rows are better encoded by themselves."""
         if column.fill == "position" or isinstance(column, GatheredRows):
             return None
-        encoded = _encoded(column.values, column.layout)
-        return None if encoded[0] == "rare" else EncodedColumn(encoded, column.layout, column.fill)
+        values = column.values.detach().cpu()
+        kind, array, carried, dtype = _form(values, column.layout)
+        if kind == "rare":
+            return None
+        if kind == "each" and (carrier := _carrier(values)):
+            narrow = torch.empty(0, dtype=carrier).numpy().dtype
+            return EncodedColumn((kind, array, carried, values.dtype), column.layout, column.fill, narrow)
+        return EncodedColumn((kind, array, carried, dtype), column.layout, column.fill)
 
     def select(self, rows: np.ndarray, layout: Layout) -> EncodedColumn:
         """The rows of these numbers; ``layout`` is theirs."""
-        kind, array, carried, dtype = self._encoded
-        if kind == "row":
-            array = array[rows]
-        elif kind == "each":
-            array = _Gather([Ragged(tensor_from_numpy(array), self._layout)], rows).values.numpy()
-        return EncodedColumn((kind, array, carried, dtype), layout, self._fill)
+        return EncodedColumn(self._encoded, self._layout, self._fill, self._carrier, (rows, layout))
 
     def __reduce__(self):
-        return Ragged._from_wire, (*self._encoded, self._layout, self._fill)
+        kind, array, carried, dtype = self._encoded
+        rows, layout = self._taken or (None, self._layout)
+        if kind == "row" and rows is not None:
+            array = array[rows]
+        elif kind == "each":
+            rows = np.arange(len(layout)) if rows is None else rows
+            array = _Gather([Ragged(tensor_from_numpy(array), self._layout)], rows, self._carrier).values.numpy()
+        return Ragged._from_wire, (kind, array, carried, dtype, layout, self._fill)
 
 
 def _repeated(values: Tensor, layout: Layout) -> _Encoded | None:

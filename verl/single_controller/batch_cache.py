@@ -15,6 +15,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from itertools import count
 from typing import Any, NamedTuple
 
@@ -152,6 +153,39 @@ class _Known:
         return same and self.layout == column.layout
 
 
+class _Whole:
+    """A batch of which several ranks get rows: what is the same for all is worked out once."""
+
+    def __init__(self, data: DataProto, meta_info: tuple[bytes, list[bytearray]]):
+        self.data, self.meta_info = data, meta_info
+        self._encoded: dict[int, EncodedColumn | None] = {}
+        self._rest: tuple[set[str], DataProto] | None = None
+
+    def rest(self, apart: set[str]) -> DataProto:
+        """The batch without the columns ``apart``, which go by themselves."""
+        if self._rest is None or self._rest[0] != apart:
+            names = [name for name in self.data.keys() if name not in apart]
+            self._rest = apart, self.data.select(names, meta_info_keys=())
+        return self._rest[1]
+
+    def rows(self, names: list[str], rows: np.ndarray) -> dict[str, Ragged | EncodedColumn]:
+        """The rows of these columns, whose values are looked through once for all ranks."""
+        columns = {name: self.data._ragged[name] for name in names}
+        if len(rows) == len(self.data):
+            return dict(columns)
+        for column in columns.values():
+            if id(column) not in self._encoded:
+                self._encoded[id(column)] = EncodedColumn.of(column)
+        index = torch.from_numpy(rows)
+        others = {name: column for name, column in columns.items() if self._encoded[id(column)] is None}
+        chosen: dict[str, Ragged | EncodedColumn] = {**select_columns(others, index)}
+        layout = cache(lambda layout: layout.select(index))
+        for name, column in columns.items():
+            if (encoded := self._encoded[id(column)]) is not None:
+                chosen[name] = encoded.select(rows, layout(column.layout))
+        return chosen
+
+
 class BatchLedger:
     """Which rows of which columns each rank of a group holds. Calls must be sent in the order they go through here."""
 
@@ -180,7 +214,7 @@ class BatchLedger:
                 del self._known[number]
         memo: dict[tuple, Any] = {}
         taken: dict[int, DataProto] = {}
-        batches: dict[int, tuple[DataProto, tuple[bytes, list[bytearray]], dict[str, EncodedColumn | None]]] = {}
+        batches: dict[int, _Whole] = {}
         encoded, holders = [], set()
         for request in requests:
 
@@ -193,8 +227,8 @@ class BatchLedger:
                     return taken[id(value)]
                 holders.add(rank)
                 if id(value.data) not in batches:
-                    batches[id(value.data)] = _packed(value.data), self._pickled(value.data.meta_info), {}
-                return self._sent(value, rank, memo, *batches[id(value.data)])
+                    batches[id(value.data)] = _Whole(_packed(value.data), self._pickled(value.data.meta_info))
+                return self._sent(value, rank, memo, batches[id(value.data)])
 
             args = tuple(map(one, request.args))
             encoded.append(request._replace(args=args, kwargs={k: one(v) for k, v in request.kwargs.items()}))
@@ -231,10 +265,9 @@ class BatchLedger:
         part: BatchPart,
         rank: int,
         memo: dict,
-        data: DataProto,
-        meta_info: tuple[bytes, list[bytearray]],
-        whole: dict[str, EncodedColumn | None],
+        whole: _Whole,
     ) -> SentBatch:
+        data = whole.data
         if part.call.number is None:
             part.call.number = next(self._numbers)
             self._pending.add(part.call.number)
@@ -251,7 +284,7 @@ class BatchLedger:
         # ranks of one data-parallel rank that hold the same share one message
         same = (id(part), *(id(rows) for rows in held.values()))
         if same not in memo:
-            memo[same] = self._made(part._replace(data=data), known, held, counted, joined, meta_info, whole)
+            memo[same] = self._made(part, known, held, counted, joined, whole)
         message, after = memo[same]
         for name, rows in after.items():
             known[name].rows[rank] = rows
@@ -264,15 +297,14 @@ class BatchLedger:
         held: Mapping[str, np.ndarray | None],
         counted: Mapping[str, Ragged],
         joined: Mapping[str, tuple[str, str]],
-        meta_info: tuple[bytes, list[bytearray]],
-        whole: dict[str, EncodedColumn | None],
+        whole: _Whole,
     ) -> tuple[SentBatch, dict[str, np.ndarray]]:
         """Return the message, and the rows of each column that the rank holds once it has it."""
-        data, rows = part.data, part.rows
+        data, rows = whole.data, part.rows
         missing: dict[bytes, tuple[np.ndarray, list[str]]] = {}
         after: dict[str, np.ndarray] = {}
         needed = np.unique(rows)
-        columns = {}
+        columns, brought = {}, set()  # columns under two names are sent once
         for name, column in known.items():
             have = held[name]
             if have is not None and np.array_equal(have, needed):
@@ -280,16 +312,16 @@ class BatchLedger:
             else:
                 lacking = needed if have is None else needed[~np.isin(needed, have)]
             columns[name] = SentColumn(column.key, None, None)
-            if not len(lacking):
+            if not len(lacking) or column.key in brought:
                 continue
+            brought.add(column.key)
             lacking, names = missing.setdefault(lacking.tobytes(), (lacking, []))
             names.append(name)
             after[name] = lacking if have is None else np.concatenate([have, lacking])
         for lacking, names in missing.values():
-            chosen = self._rows(data, names, lacking, whole)
+            chosen = whole.rows(names, lacking)
             columns |= {name: SentColumn(known[name].key, column, lacking) for name, column in chosen.items()}
-        rest = data.select([name for name in data.keys() if name not in {*known, *counted, *joined}], meta_info_keys=())
-        rest = rest.select_idxs(rows)
+        rest = whole.rest({*known, *counted, *joined}).select_idxs(rows)
         rest.partition_plan, rest.step_rows = None, part.step_rows
         like = {
             name: next((other for other in {**columns, **joined} if data._ragged[other].layout is column.layout), None)
@@ -297,28 +329,7 @@ class BatchLedger:
             for name, column in counted.items()
         }
         assert part.call.number is not None
-        return SentBatch(rows, part.own, columns, like, dict(joined), rest, meta_info, part.call.number), after
-
-    @staticmethod
-    def _rows(
-        data: DataProto, names: list[str], rows: np.ndarray, whole: dict[str, EncodedColumn | None]
-    ) -> dict[str, Ragged | EncodedColumn]:
-        """The rows of these columns, whose values are looked through once for all ranks."""
-        if len(rows) == len(data):
-            return {name: data._ragged[name] for name in names}
-        for name in names:
-            if name not in whole:
-                whole[name] = EncodedColumn.of(data._ragged[name])
-        others = {name: data._ragged[name] for name in names if whole[name] is None}
-        chosen: dict[str, Ragged | EncodedColumn] = {**select_columns(others, torch.from_numpy(rows))}
-        layouts: dict[int, Layout] = {}
-        for name in names:
-            if (column := whole[name]) is not None:
-                layout = data._ragged[name].layout
-                if id(layout) not in layouts:
-                    layouts[id(layout)] = layout.select(torch.from_numpy(rows))
-                chosen[name] = column.select(rows, layouts[id(layout)])
-        return chosen
+        return SentBatch(rows, part.own, columns, like, dict(joined), rest, whole.meta_info, part.call.number), after
 
     def _find(self, name: str, column: Ragged) -> _Known | None:
         known = self._known.get(id(column.anchor))
