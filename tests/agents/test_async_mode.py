@@ -50,6 +50,7 @@ def test_sampled_responses_log_probs_and_scores_are_those_of_mode_sync(ranks, ru
 DEADLY = """
 import os
 import signal
+from pathlib import Path
 
 from verl.agents import SingleTurnAgentLoop, register
 
@@ -57,16 +58,30 @@ from verl.agents import SingleTurnAgentLoop, register
 @register("deadly")
 class Deadly(SingleTurnAgentLoop):
     async def run(self, sampling_params, **row):
-        os.kill(os.getpid(), signal.SIGKILL)
+        done = await super().run(sampling_params, **row)
+        folder = Path(__file__).parent
+        for number in range(int((folder / "deaths").read_text()) if row["extra_info"]["index"] % 4 == 1 else 0):
+            try:
+                (folder / f"death{number}").touch(exist_ok=False)
+            except FileExistsError:
+                continue
+            os.kill(os.getpid(), signal.SIGKILL)
+        return done
 """
 
 
-def test_a_process_of_agent_loops_that_dies_ends_the_run_with_its_name(run, tmp_path):
+def test_conversations_of_a_process_that_dies_begin_again_and_then_the_run_ends_with_its_name(run, tmp_path):
     path = tmp_path / "deadly.py"
     path.write_text(DEADLY)
     settings = {f"{ROLLOUT}__agent__agent_loop_config_path": str(path), f"{ROLLOUT}__agent__num_workers": 2}
+    settings |= {f"{ROLLOUT}__agent__default_agent_loop": "deadly"}
+    (tmp_path / "deaths").write_text("0")
+    expected = outputs(run(**settings)[1])
+    (tmp_path / "deaths").write_text("1")
+    assert outputs(run(**settings)[1]) == expected and (tmp_path / "death0").exists()
+    (tmp_path / "deaths").write_text("9")
     with pytest.raises(WorkerDied, match=r"Rank [01] of 2 died while running agent_loop\..*SIGKILL"):
-        run(**settings, **{f"{ROLLOUT}__agent__default_agent_loop": "deadly"})
+        run(**settings)
 
 
 def test_a_run_leaves_no_thread_and_no_file_behind(run, tmp_path):

@@ -315,6 +315,8 @@ class AgentLoopManager:
 
     def _run(self, coroutine: Any) -> Any:
         """Wait for a coroutine of the other thread, and check the workers meanwhile."""
+        if self.workers is not None:
+            self.workers.next_batch()
         future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
         pulse = EventLoopPulse(self._loop, self._thread, self.config.env.idle_timeout)
         try:

@@ -14,7 +14,7 @@ import threading
 import time
 import traceback
 from array import array
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from itertools import count
@@ -28,7 +28,7 @@ from verl.envs.host import close_hosts
 from verl.single_controller import get_controller
 from verl.single_controller.base.decorator import Dispatch, register
 from verl.single_controller.base.worker import Worker
-from verl.single_controller.errors import WorkerGroupError
+from verl.single_controller.errors import WorkerDied, WorkerGroupError
 from verl.utils.import_utils import import_users_modules
 from verl.workers.rollout.base import SamplingParams
 from verl.workers.rollout.monitor import Span
@@ -125,7 +125,7 @@ class AgentLoopWorker(Worker):
         self.runner = RowRunner(part_of(config, size), tokenizer, processor, own_tree)
         self.client: RolloutClient
         self.samples: dict[str, SentSample] = {}
-        """Those that run, by id."""
+        """Those that run, by the name of the run: one that is stopped may begin again at once."""
         self.kept: dict[str, ConversationEnvironment] = {}
         """Environments of samples that were stopped and may go on, by id."""
         self._tasks: dict[int, asyncio.Task] = {}
@@ -212,9 +212,19 @@ class AgentLoopWorker(Worker):
         self.client = RolloutClient(addresses, token, max_running)
 
     async def on_row(
-        self, number: int | str, row: dict[str, Any], seed: int, sampling: SamplingParams, sample: Any, batch: int
+        self,
+        number: int | str,
+        row: dict[str, Any],
+        seed: int,
+        sampling: SamplingParams,
+        sample: Any,
+        batch: int,
+        name: str,
     ) -> tuple[RowOutput | None, BaseException | None, Any, bool]:
         """Run the agent loop of a row.
+
+        Args:
+            name: of this run of the sample.
 
         Returns:
             output; or what it raised; or None twice, if it was stopped. Then the sample's progress log, and whether its
@@ -226,7 +236,7 @@ class AgentLoopWorker(Worker):
         if sample is not None:
             sample.attach(self.client, self._gate)
             sample.log.replies.environment = self.kept.pop(sample.sample_id, None)
-            self.samples[sample.sample_id] = sample
+            self.samples[name] = sample
         try:
             output = packed(await self.runner.run(number, row, seed, sampling, sample or self.client, batch))
         except asyncio.CancelledError:
@@ -235,16 +245,16 @@ class AgentLoopWorker(Worker):
             failure = sendable(error)
         if sample is None:
             return output, failure, None, False
-        self.samples.pop(sample.sample_id, None)
+        del self.samples[name]
         replies: ReplyLog = sample.log.replies
         if sample.is_stopped and (environment := replies.take_environment()) is not None:
             self.kept[sample.sample_id], kept = environment, True
         await replies.close()
         return output, failure, sample.log, kept
 
-    async def on_stop(self, ids: Sequence[str]) -> None:
-        """Stop samples: their rows end soon."""
-        found = [sample for sample_id in ids if (sample := self.samples.get(sample_id)) is not None]
+    async def on_stop(self, names: Sequence[str]) -> None:
+        """Stop runs of samples: their rows end soon."""
+        found = [sample for name in names if (sample := self.samples.get(name)) is not None]
         for sample in found:
             sample.stop()
         await self.client.abort([sample.running for sample in found if sample.running is not None])
@@ -273,7 +283,7 @@ class AgentLoopWorker(Worker):
                 await self.client.abort([sample.running for sample in running if sample.running is not None])
                 # again: a request on its way to its server is not known there yet
                 await asyncio.wait([asyncio.ensure_future(one.idle.wait()) for one in running], timeout=0.05)
-        return {sample_id: sample.log for sample_id, sample in self.samples.items()}
+        return {sample.sample_id: sample.log for sample in self.samples.values()}
 
     async def on_spans(self, since: float | None) -> list[Span]:
         """Return `RolloutClient.take_spans` in seconds of `time.time`, which processes of other nodes share."""
@@ -312,6 +322,10 @@ def part_of(config: Any, processes: int) -> Any:
 
 
 # -- the driver --------------------------------------------------------------------------------------------------------
+class ProcessLost(RolloutServerError):
+    """The connection to a process of the agent loops has ended."""
+
+
 class Link:
     """The connection to one process."""
 
@@ -327,7 +341,7 @@ class Link:
         """Call a method there; returns the number of the call, and the future of its result."""
         number, future = next(self._numbers), asyncio.get_running_loop().create_future()
         if self.is_lost:
-            future.set_exception(self._lost())
+            future.set_exception(self.lost())
             return number, future
         self.writer.write(framed((number, method, arguments)))
         self._waiting[number] = future
@@ -359,11 +373,12 @@ class Link:
         self.is_lost = True
         for future in self._waiting.values():
             if not future.done():
-                future.set_exception(self._lost())
+                future.set_exception(self.lost())
         self._waiting.clear()
 
-    def _lost(self) -> RolloutServerError:
-        return RolloutServerError(f"process {self.rank} of the agent loops has closed its connection")
+    def lost(self) -> ProcessLost:
+        """Return the error of calls to a process that has ended."""
+        return ProcessLost(f"process {self.rank} of the agent loops has closed its connection")
 
 
 class AgentLoopWorkers:
@@ -387,8 +402,15 @@ class AgentLoopWorkers:
         controller: str,
         loop: asyncio.AbstractEventLoop,
     ):
-        self.loop = loop
+        self.loop, self.env = loop, config.env
         self.links: dict[int, Link] = {}
+        self.restarts_left = 0
+        self._runs = count(1)
+        self._servers: tuple[Any, ...] = ()
+        self._released: int | None = None
+        """Version of the weights under which samples with a gate may send requests; None: they are held."""
+        self._ready = asyncio.Event()
+        """Set while every process takes rows."""
         self._server: asyncio.Server | None = None
         self._controller, self._token = get_controller(controller), secrets.token_hex(_TOKEN_BYTES // 2)
         size, trainer = config.actor_rollout_ref.rollout.agent.num_workers, config.trainer
@@ -414,14 +436,18 @@ class AgentLoopWorkers:
 
     def connect(self) -> None:
         """Wait for the connection of every process."""
-        port = asyncio.run_coroutine_threadsafe(self._listen(), self.loop).result(_START_S)
+        port = self._wait(self._listen())
         self.group.connect(self._controller.driver_host, port, self._token)
-        asyncio.run_coroutine_threadsafe(self._all_here.wait(), self.loop).result(_START_S)
+        self._wait(self._all_here.wait())
+
+    def _wait(self, coroutine: Coroutine) -> Any:
+        return asyncio.run_coroutine_threadsafe(coroutine, self.loop).result(_START_S)
 
     async def _listen(self) -> int:
-        self._all_here = asyncio.Event()
-        self._server = server = await asyncio.start_server(self._welcome, self._controller.driver_host, 0)
-        return server.sockets[0].getsockname()[1]
+        self._all_here, self.links = asyncio.Event(), {}
+        if self._server is None:
+            self._server = await asyncio.start_server(self._welcome, self._controller.driver_host, 0)
+        return self._server.sockets[0].getsockname()[1]
 
     async def _welcome(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         # before anything is unpickled: other users and machines may reach the port
@@ -456,17 +482,54 @@ class AgentLoopWorkers:
                 f"actor_rollout_ref.rollout.max_running_requests={max_running} is less than agent.num_workers={size}, "
                 "of which each sends requests. Raise the first or lower the second."
             )
-        most = max_running and max_running // size
-        asyncio.run_coroutine_threadsafe(self.all("servers", addresses, token, most), self.loop).result(_START_S)
+        self._servers = (addresses, token, max_running and max_running // size)
+        self._wait(self._begin())
         return WorkersClient(self, addresses, token, max_running)
+
+    async def _begin(self) -> None:
+        await self.all("servers", *self._servers)
+        if self._released is not None:
+            await self.all("release", self._released)
+        self._ready.set()
+
+    async def hold(self) -> None:
+        """Have samples with a gate send no request until `release`."""
+        self._released = None
+        await self.all("hold")
+
+    async def release(self, version: int) -> None:
+        """Let requests be sent again, under the weights of ``version``."""
+        self._released = version
+        await self.all("release", version)
 
     async def all(self, method: str, *arguments: Any) -> list[Any]:
         """Call a method of every process; returns the results by rank."""
         return await asyncio.gather(*(self.links[rank].call(method, *arguments) for rank in sorted(self.links)))
 
+    def next_batch(self) -> None:
+        """Let processes that die be started again, as often as ``env.on_error`` and ``env.max_retries`` say."""
+        self.restarts_left = self.env.max_retries if self.env.on_error == "retry" else 0
+
     def check(self) -> None:
-        """Raise if a process is dead, or an agent loop blocks one for too long."""
-        self.group.check()
+        """Raise if a process is dead, or an agent loop blocks one for too long.
+
+        While restarts are left the processes are started again instead, and what ran in them begins again.
+        """
+        try:
+            self.group.check()
+            if lost := [link for link in self.links.values() if link.is_lost]:
+                self.group.check()  # which answered, it may be, just before it died
+                raise lost[0].lost()
+        except WorkerDied as error:
+            if not self.restarts_left:
+                raise
+            self.restarts_left -= 1
+            what = "the processes of agent loops are started again, and their conversations begin again"
+            logger.warning("%s: %s", what, str(error).splitlines()[0])
+            self.loop.call_soon_threadsafe(self._ready.clear)
+            self.group.restart()
+            self.connect()
+            self._wait(self._begin())
 
     async def run(
         self,
@@ -483,17 +546,37 @@ class AgentLoopWorkers:
             sample: its client; None: the row is none of a scheduler's samples. Its log has afterwards, also if it was
                 stopped or cancelled, what was generated.
         """
+        while True:
+            await self._ready.wait()
+            try:
+                return await self._run(number, row, seed, sampling, sample, batch)
+            except ProcessLost:
+                # until `check` has started the processes again, or ended the run with the name of the dead
+                if any(link.is_lost for link in self.links.values()):
+                    self._ready.clear()
+
+    async def _run(
+        self,
+        number: int | str,
+        row: dict[str, Any],
+        seed: int,
+        sampling: SamplingParams,
+        sample: SentSample | None,
+        batch: int,
+    ) -> RowOutput:
         link = min(self.links.values(), key=lambda link: (link.rows, link.rank))
+        name = f"run {next(self._runs)}"
         if sample is not None:
             kept: ReplyLog = sample.log.replies
             while kept.abandoned:
                 await kept.abandoned.pop().close()
-            if isinstance(environment := kept.take_environment(), RemoteEnvironment):
+            environment = kept.take_environment()
+            if isinstance(environment, RemoteEnvironment) and not environment.link.is_lost:
                 link = environment.link
-            sample.running = sample.sample_id
+            sample.running = name
             sample.idle.clear()
         link.rows += 1
-        call, future = link.submit("row", number, row, seed, sampling, sample, batch)
+        call, future = link.submit("row", number, row, seed, sampling, sample, batch, name)
         try:
             output, failure, log, keeps = await asyncio.shield(future)
         except asyncio.CancelledError:
@@ -553,9 +636,12 @@ class WorkersClient(RolloutClient):
         self.workers = workers
 
     async def abort(self, request_ids: Iterable[str] | None = None) -> None:
-        """As `RolloutClient.abort`; samples that other processes run are stopped by their ids."""
+        """As `RolloutClient.abort`; samples that other processes run are stopped, by what is ``running``."""
         ids = None if request_ids is None else list(request_ids)
-        await asyncio.gather(super().abort(ids), *([self.workers.all("stop", ids)] if ids else []))
+        await super().abort(ids)
+        if ids:
+            with suppress(ProcessLost):  # rows that begin again are stopped then
+                await self.workers.all("stop", ids)
 
     def take_spans(self, since: float | None = None) -> list[Span]:
         """As `RolloutClient.take_spans`, of all processes. Not from the event loop."""
@@ -566,11 +652,11 @@ class WorkersClient(RolloutClient):
 
     async def hold(self) -> None:
         """Have the processes send no request until `release`."""
-        await self.workers.all("hold")
+        await self.workers.hold()
 
     async def release(self, version: int) -> None:
         """Let requests be sent again, under the weights of ``version``."""
-        await self.workers.all("release", version)
+        await self.workers.release(version)
 
     async def fetch_logs(self, samples: Mapping[str, SentSample], interrupts: bool = False) -> None:
         """Bring the progress logs of samples that run to their newest state.

@@ -18,7 +18,7 @@ from verl.data.loader import build_train_loader
 from verl.experimental.fully_async_policy import fully_async_main
 from verl.rewards.managers.early import EarlyScoring
 from verl.trainer.buffer.continuous import ContinuousScheduler, OpenGroup
-from verl.trainer.buffer.partial_rollouts import PartialRollout, ProgressLog, SampleClient, SampleStopped
+from verl.trainer.buffer.partial_rollouts import PartialRollout, ProgressLog, SampleClient, SampleStopped, stop_samples
 from verl.trainer.buffer.prompt_pool import PromptPool
 from verl.trainer.main_ppo import main
 from verl.workers.rollout.base import Completion, Request, SamplingParams
@@ -129,6 +129,16 @@ def test_a_sample_travels_with_its_log_and_one_that_is_stopped_waits_at_no_gate(
         sent.stop()
         with pytest.raises(SampleStopped):
             await asyncio.wait_for(task, 5)
+        # one that runs in another process, and begins again there as soon as it was stopped
+        aborted = []
+
+        async def abort(names):
+            aborted.append(names)
+            sent.running = "run 2"
+
+        sent.running = "run 1"
+        await asyncio.wait_for(stop_samples([sent], SimpleNamespace(abort=abort)), 5)
+        assert aborted == [["run 1"]]
 
     asyncio.run(run())
 

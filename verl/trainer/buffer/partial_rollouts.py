@@ -366,7 +366,9 @@ async def stop_samples(samples: Sequence[SampleClient], client: GenerationClient
 async def abort_running(samples: Sequence[SampleClient], client: GenerationClient) -> None:
     """Abort the running requests of samples that send no other; return when there are none."""
     wait_s = _FIRST_ABORT_WAIT_S
-    while running := [sample for sample in samples if sample.running is not None]:
+    first = {sample: sample.running for sample in samples}
+    # one that was stopped in another process may run again there at once, under another name
+    while running := [one for one, name in first.items() if name is not None and one.running == name]:
         await client.abort([sample.running for sample in running])
         # abort again: a request that is on its way to its server is not known there yet
         waits = [asyncio.ensure_future(sample.idle.wait()) for sample in running]
