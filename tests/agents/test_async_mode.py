@@ -60,7 +60,7 @@ class Deadly(SingleTurnAgentLoop):
     async def run(self, sampling_params, **row):
         done = await super().run(sampling_params, **row)
         folder = Path(__file__).parent
-        for number in range(int((folder / "deaths").read_text()) if row["extra_info"]["index"] % 4 == 1 else 0):
+        for number in range(int((folder / "deaths").read_text()) if row["extra_info"]["index"] % 2 else 0):
             try:
                 (folder / f"death{number}").touch(exist_ok=False)
             except FileExistsError:
@@ -74,7 +74,7 @@ def test_conversations_of_a_process_that_dies_begin_again_and_then_the_run_ends_
     path = tmp_path / "deadly.py"
     path.write_text(DEADLY)
     settings = {f"{ROLLOUT}__agent__agent_loop_config_path": str(path), f"{ROLLOUT}__agent__num_workers": 2}
-    settings |= {f"{ROLLOUT}__agent__default_agent_loop": "deadly"}
+    settings |= {f"{ROLLOUT}__agent__default_agent_loop": "deadly", "trainer__total_training_steps": 1}
     (tmp_path / "deaths").write_text("0")
     expected = outputs(run(**settings)[1])
     (tmp_path / "deaths").write_text("1")
