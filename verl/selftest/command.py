@@ -24,8 +24,9 @@ from typing import Any, NamedTuple
 import verl.selftest.checks
 import verl.selftest.figures  # noqa: F401  both register their trials
 from verl.config.base import did_you_mean
-from verl.selftest.base import SIZES, TRIALS, describe_machine
+from verl.selftest.base import TRIALS, describe_machine
 from verl.utils.device import cuda_problem, is_cuda_available
+from verl.utils.tiny_model import SIZES
 
 _LIMIT_S = 600.0
 _MAX_REASON = 500  # characters of a failure in the table

@@ -1,4 +1,4 @@
-"""Make a tiny random model with a real tokenizer, offline: for tests, smoke runs and the quick start.
+"""Make a random model with a real tokenizer, offline: for tests, smoke runs, measurements and the quick start.
 
     python -m verl.utils.tiny_model ~/models/tiny
 
@@ -17,8 +17,19 @@ from typing import Any, Literal
 SIZES: dict[str, dict[str, int]] = {
     "tiny": {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4},
     "2.5M": {"hidden_size": 256, "intermediate_size": 832, "num_hidden_layers": 3, "num_attention_heads": 4},
+    "0.5B": {"hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24, "num_attention_heads": 14},
+    "1.5B": {"hidden_size": 1536, "intermediate_size": 8960, "num_hidden_layers": 28, "num_attention_heads": 12},
+    "7B": {"hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28, "num_attention_heads": 28},
 }
-"""``tiny`` runs in milliseconds; ``2.5M`` parameters learn a task with a dense reward in half a minute of CPU time."""
+"""``tiny`` runs in milliseconds; ``2.5M`` parameters learn a task with a dense reward in half a minute of CPU time. The
+larger ones have the layers of Qwen2.5."""
+
+_QWEN = {
+    "0.5B": {"vocab_size": 151936, "tie_word_embeddings": True},
+    "1.5B": {"vocab_size": 151936, "tie_word_embeddings": True},
+    "7B": {"vocab_size": 152064, "num_key_value_heads": 4, "tie_word_embeddings": False},
+}
+"""What `save_config` takes from Qwen2.5 beside the layers."""
 
 PAD, START, END, UNKNOWN = "<|pad|>", "<|im_start|>", "<|im_end|>", "<|unk|>"
 
@@ -121,6 +132,16 @@ def make_tiny_model(
         ends = {"eos_token_id": text.eos_token_id, "pad_token_id": text.pad_token_id}
         model.generation_config = transformers.GenerationConfig(**ends)
     return save_model(model, text, folder)
+
+
+def save_config(folder: str | os.PathLike, size: str) -> str:
+    """Save a Qwen2 config in the shape of ``size`` and nothing else, for who makes the weights in memory."""
+    from transformers import AutoConfig
+
+    shape = {"vocab_size": 512, "num_key_value_heads": 2, "tie_word_embeddings": True, **SIZES[size]}
+    shape.update(_QWEN.get(size, {}))
+    AutoConfig.for_model("qwen2", max_position_embeddings=32768, **shape).save_pretrained(folder)
+    return str(folder)
 
 
 def make_digit_judge(folder: str | os.PathLike, tokenizer: Literal["char", "byte"] = "char") -> str:
