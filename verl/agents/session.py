@@ -254,7 +254,7 @@ class Session:
             if name in given and given[name] != own.get(name):
                 tell_once(
                     name,
-                    f"{given[name]}, where the run samples with {own.get(name)}: tokens are drawn as it asks, and the "
+                    f"{given[name]}, where the run samples with {own.get(name)}: tokens are sampled so, and the "
                     "update takes them for the run's own. Leave it out of the agent's requests.",
                 )
         limits = (given.pop("max_tokens", None), room, self.limits.tokens_per_turn)

@@ -286,7 +286,7 @@ def empty_model(spec: ModelSpec, dtype: torch.dtype | None = None) -> nn.Module:
         dtype: of the weights (default ``spec.param_dtype``); buffers, as rotary frequencies, keep the model's own.
     """
     dtype = dtype or spec.param_torch_dtype
-    # buffers are made too, without memory: whoever shards the model fills them
+    # buffers are made too, without memory: the sharding engine fills them
     with torch.device("meta"):
         return _prepare(spec, _from_config(spec, load_config(spec), dtype), dtype=dtype)
 

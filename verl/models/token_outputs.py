@@ -74,7 +74,7 @@ def _grad_block(
 class _CPUBlocks:
     """``_score_block`` and ``_grad_block`` in two buffers of (rows, V), which stay in the CPU's cache.
 
-    Memory that every operation gets anew costs more there than the operations.
+    Allocating memory for every operation costs more there than the operations.
     """
 
     def __init__(self, rows: int, vocab: int) -> None:

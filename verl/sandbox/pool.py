@@ -367,7 +367,7 @@ class Pool:
                 self._open()
                 run = _SubmittedRun(self, timeout_s, begun)
                 run.until(run.is_over)
-        except BaseException as error:  # whoever waits for a result raises it
+        except BaseException as error:  # raised where the result is awaited
             with self._mutex:
                 self._thread, left, self._submitted = None, self._submitted, []
             for future in (*begun, *(future for _, future in left)):
@@ -542,7 +542,7 @@ class _Run:
         """End a process, or note that it has ended: fail the call that caused it, and queue the others again."""
         process = self.pool._processes[index]
         if not process.is_ready and failure is not None and failure.kind is Outcome.TIMEOUT:
-            # it goes on: whoever has more patience may still have it
+            # the call goes on: another caller with a later deadline may still get its result
             raise SlowStart(
                 f"{self.pool.source.path} was not loaded in time: it took more than {self.pool.start_timeout_s:g} s. "
                 "Raise reward_model.sandbox.start_timeout_s, or load less."
@@ -628,7 +628,7 @@ class _SubmittedRun(_Run):
 
 
 def _pipe() -> tuple[socket.socket, socket.socket]:
-    """Two ends that do not block: what is sent into the second wakes whoever waits for the first."""
+    """Two ends that do not block: what is sent into the second wakes a thread that waits for the first."""
     ends = socket.socketpair()
     for end_ in ends:
         end_.setblocking(False)
@@ -787,7 +787,7 @@ def sandboxed(source: Source, limits: Limits, workers: int, start_timeout_s: flo
         pool = _POOLS[key] = Pool(source, limits, workers, start_timeout_s, **options)
     pool.start_timeout_s = start_timeout_s  # the last to ask decides how long it waits
     _POOLS.move_to_end(key)
-    # not closed here: whoever still holds the pool uses it on, and the last to let go ends its processes
+    # not closed here: others may still hold the pool; when the last one lets go, its processes end
     while len(_POOLS) > _KEPT:
         _POOLS.popitem(last=False)
     return pool

@@ -112,7 +112,7 @@ class Worker:
 
     def _prepare(self, call: bytes) -> None:
         """Seed the random generators by the call and set its CPU limit, whichever calls came before it."""
-        # of the pickled arguments: a call draws the same numbers in whichever process, after whichever calls
+        # of the pickled arguments: a call gets the same random numbers in any process and after any calls
         seed = zlib.crc32(call)
         random.seed(seed)
         if (numpy := sys.modules.get("numpy.random")) is not None:

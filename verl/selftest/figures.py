@@ -115,7 +115,7 @@ def _fastest() -> str:
 
 
 def _with_tokenizer(path: str) -> None:
-    """Put a tokenizer beside the config, without which engines do not start."""
+    """Put a tokenizer beside the config: engines do not start without one."""
     from verl.utils.tiny_model import make_tokenizer
 
     if not (Path(path) / "tokenizer.json").exists():

@@ -126,7 +126,7 @@ def test_the_first_groups_that_are_complete_make_the_batch(engine):
     assert run.scheduler.num_prompts == 5 and len(sampled.outcomes) == 4 and sorted(sampled.finish_places) == [0, 1]
     longest = max(len(c.token_ids) for c in sampled.outcomes)
     assert run.metric("prompts_put_off") == [3]
-    assert max(run.metric("tokens_drawn/max")) <= longest + 1
+    assert max(run.metric("tokens_generated/max")) <= longest + 1
     assert run.scheduler.pool.num_deferred == 3
 
 

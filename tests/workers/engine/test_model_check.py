@@ -106,7 +106,7 @@ def test_a_layer_of_no_known_name_that_is_random_in_train_mode_is_found(tmp_path
 
 def test_a_model_that_is_random_in_inference_too_is_refused_by_name(tmp_path, monkeypatch):
     with_noise(monkeypatch, "always")
-    with pytest.raises(ValueError, match="model_type='qwen2': Qwen2ForCausalLM draws random numbers.*another family"):
+    with pytest.raises(ValueError, match="model_type='qwen2': Qwen2ForCausalLM uses random numbers.*another family"):
         engine_for(make_tiny_model(tmp_path))
 
 

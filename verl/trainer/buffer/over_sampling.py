@@ -324,9 +324,9 @@ class GroupScheduler:
             "rollout/prompts_put_off": len(groups) - len(sampled.rows),
             "rollout/prompts_waited_for": len(required),
             "rollout/samples_aborted": sum(not sample.is_complete for sample in samples),
-            "rollout/tokens_drawn/min": min(lengths),
-            "rollout/tokens_drawn/mean": sum(lengths) / len(lengths),
-            "rollout/tokens_drawn/max": max(lengths),
+            "rollout/tokens_generated/min": min(lengths),
+            "rollout/tokens_generated/mean": sum(lengths) / len(lengths),
+            "rollout/tokens_generated/max": max(lengths),
             "rollout/tokens_kept": kept,
             "rollout/tokens_discarded": discarded + left - kept,
         }

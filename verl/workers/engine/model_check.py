@@ -104,7 +104,7 @@ def _find_random_modules(engine: Engine, micro: MicroBatch, expected: Tensor) ->
         engine.module.eval()
         return
     engine.module.eval()
-    when = "draws random numbers" if _differs(engine, micro, expected) else None
+    when = "uses random numbers" if _differs(engine, micro, expected) else None
     for modules in () if when else _candidates(engine.module):
         engine.modules_in_eval_mode = modules
         if not _train_mode_differs(engine, micro, expected):

@@ -1,6 +1,6 @@
-"""Random numbers of seeded requests, drawn for all rows at once.
+"""Random numbers of seeded requests, generated for all rows at once.
 
-vLLM keeps a generator for each seeded request and draws row by row in Python. Here the noise of a token depends on its
+vLLM keeps a generator for each seeded request and samples row by row. Here the noise of a token depends on its
 request's seed, its position in the sequence and its index in the vocabulary, and on nothing else: by the Gumbel-max
 trick (Gumbel 1954; Maddison et al. 2014, arXiv:1411.0030), argmax(logits + noise) is a sample of the softmax. What the
 batch holds besides, in which order, and whether a row was preempted, makes no difference.
@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 def draw_seeded_rows_at_once(runner: Any) -> bool:
     """Have vLLM's sampler draw the rows of seeded requests in one operation; returns whether this release allows it.
 
-    Where it does not, vLLM draws row by row, from the same seeds.
+    Where it does not, vLLM samples row by row, with the same seeds.
 
     Args:
         runner: vLLM's model runner.
@@ -35,7 +35,7 @@ def draw_seeded_rows_at_once(runner: Any) -> bool:
         apply_top_k_top_p = None
     has_all = hasattr(batch, "num_tokens_no_spec") and hasattr(sampler, "logprobs_mode")
     if apply_top_k_top_p is None or not has_all or getattr(sampler, "use_fp64_gumbel", False):
-        logger.debug("the installed vLLM draws seeded requests row by row: its sampler is not the one known here")
+        logger.debug("the installed vLLM samples seeded requests row by row: its sampler is not the one known here")
         return False
     row_by_row: Callable[..., Any] = sampler.forward
 

@@ -149,7 +149,7 @@ def latent_attention_arguments(model_config: Any, device: str) -> dict[str, Any]
         return {}
     arguments: dict[str, Any] = {}
     if text.model_type == "deepseek_v3" and not hasattr(text, "scoring_func"):
-        # transformers always takes the sigmoid, and does not save the entry without which vLLM takes a softmax
+        # transformers always takes the sigmoid, and does not save the entry; where it is missing vLLM takes a softmax
         arguments["hf_overrides"] = {"scoring_func": "sigmoid"}
     if device == "cpu":
         from vllm.engine.arg_utils import EngineArgs
@@ -332,8 +332,8 @@ def patch_seeded_chunked_prefill(runner: Any) -> None:
     """Support chunked prefill of seeded requests whose generators cannot be reset.
 
     vLLM samples a token after every piece, discards it and resets the request's generator by an offset. That fails
-    with CPU generators, which have none, and with those that nothing was drawn from. Here such a token is sampled from
-    another generator.
+    with CPU generators, which have none, and with those that have generated no number yet. Here such a token is
+    sampled from another generator.
     """
     if not hasattr(runner, "discard_request_mask"):  # releases that name the mask differently
         return
