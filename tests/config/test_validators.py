@@ -397,7 +397,9 @@ BAD = {
         ["reward_model.judge.lowest=5", "reward_model.judge.highest=5"], "is not above reward_model.judge.lowest=5"),
     "a judge that nobody asks": (["reward_model.server_urls=[http://judge:8000]"], "no reward function asks it"),
     "a reward server without URL": ([*RM, "reward_model.server_urls=[judge]"], "is no list of URLs"),
-    "a classifier in a rollout engine": ([*RM, "reward_model.rollout.name=vllm"], "for a classifier leave rollout out"),
+    "a classifier beside the policy": ([*RM, "reward_model.rollout.name=vllm"], "enable_resource_pool=true, nnodes"),
+    "a classifier in transformers": ([*RM, "reward_model.enable_resource_pool=true", "reward_model.rollout.name=hf"],
+        "runs no classifier"),
     "a reward model on no devices": ([*RM, "reward_model.enable_resource_pool=true"], "Raise both to 1 or more"),
 }  # fmt: skip
 

@@ -5,20 +5,24 @@ import json
 import threading
 import urllib.error
 import urllib.request
+from array import array
 from contextlib import contextmanager
 from types import SimpleNamespace
 
 import pytest
 import torch
 from aiohttp import web
+from transformers import AutoModelForSequenceClassification
 
 from tests.rewards.managers.batches import TOKENIZER, batch_of
 from tests.support.composing import load_over
 from tests.support.runs import make_task, overrides, read_metrics, run_job
 from verl.config.reward import RewardModelConfig, RewardModelModelConfig, RewardRouterConfig
+from verl.rewards.managers.early import EarlyScoring
 from verl.rewards.router import Router, close_router, router_of
+from verl.single_controller.mailbox import sender
 from verl.utils.tiny_model import make_tiny_model
-from verl.workers.reward_server import RewardServerError, ServedRewardModel, score_of
+from verl.workers.reward_server import RewardServerError, RewardServerWorker, ServedRewardModel, score_of
 
 
 @contextmanager
@@ -104,18 +108,78 @@ def test_a_classifier_on_servers_gives_the_score_of_each_response(short_pauses, 
         model = RewardModelModelConfig(path=str(tmp_path / "rm"), input_tokenizer="policy")
         config = RewardModelConfig(enable=True, server_urls=url, model=model)
         router = router_of(config)
-        scored = ServedRewardModel(config, TOKENIZER, router).compute_rm_score(batch)
+        model = ServedRewardModel(config, TOKENIZER, router)
+        scored = model.compute_rm_score(batch)
         lengths = scored.column("rm_tokens")
         assert scored.ragged("rm_scores").padded().sum(-1).tolist() == [*lengths[:2].tolist(), 0.0]
+        asked = len(seen)
+        model.compute_rm_score(batch)  # every text is known
+        assert len(seen) == asked
+        model.next_round()
+        model.next_round()
+        early = EarlyScoring(model, "127.0.0.1")
+        with sender(early.open(batch, [3, 4, 5])) as send:  # two of three responses end before the batch is whole
+            for seed, row in zip([5, 3], [2, 0], strict=True):
+                send([seed, array("i", list(batch.ragged("responses").rows())[row].tolist()).tobytes()])
+        early.close()
+        assert [len(texts) for texts in model._begun] == [2, 0]
+        assert model.compute_rm_score(batch).column("rm_scores").equal(scored.column("rm_scores"))
+        assert len([one for one in seen if one.path == "/classify"]) == 6
         last = batch.ragged("responses").layout.lengths - 1
         assert scored.column("rm_scores")[torch.arange(2), last[:2]].tolist() == lengths[:2].tolist()
         close_router()
     assert score_of([{"embedding": [0.5]}]) == 0.5
     with served(lambda path, body: (200, {"data": [{"probs": [0.1, 0.9], "id": "two"}]})) as (url, _):
-        config = RewardModelConfig(enable=True, server_urls=[url], model=model)
+        config = RewardModelConfig(enable=True, server_urls=[url], model=config.model)
         with pytest.raises(RewardServerError, match="response 0 of the batch has no score"):
             ServedRewardModel(config, TOKENIZER, router_of(config)).compute_rm_score(batch)
         close_router()
+
+
+ENGINES = [pytest.param(name, marks=getattr(pytest.mark, name)) for name in ("vllm", "sglang")]
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_classifier_in_a_rollout_engine_gives_the_scores_of_transformers(engine, tmp_path):
+    folder = make_tiny_model(
+        tmp_path / "rm",
+        head="sequence",
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=32,
+        initializer_range=0.3,
+    )
+    rollout = {"name": engine, "dtype": "float32", "max_num_seqs": 4}
+    model = RewardModelModelConfig(path=folder, input_tokenizer="policy")
+    config = RewardModelConfig(enable=True, enable_resource_pool=True, rollout=rollout, model=model, max_length=30)
+    own = AutoModelForSequenceClassification.from_pretrained(folder, dtype=torch.float32).eval()
+    batch = batch_of(["5", "abc", "", "a long response"], raw_prompt=["q"] * 4)
+    worker = RewardServerWorker(config, "rm")
+    worker.init_model()
+    router = router_of(config)
+    try:
+        address = worker.start_server("a token")
+        assert post(address.removeprefix("http://"), "/classify", {"input": [5], "use_activation": False})[0] == 401
+        router.use([address], "a token")
+        served_model = ServedRewardModel(config, TOKENIZER, router)
+        scored = served_model.compute_rm_score(batch)
+        assert scored.column("rm_tokens_cut").bool().tolist() == [False, False, False, True]
+        rows, _ = served_model.retokenizer(["q"] * 4, list(batch.ragged("responses").rows()))
+        with torch.no_grad():
+            expected = torch.stack([own(input_ids=row[None]).logits.flatten()[-1] for row in rows])
+        assert expected.std() > 0.1
+        found = torch.tensor(
+            [json.loads(answer.result()[1])["data"][0]["probs"][0] for answer in served_model._begin(rows)]
+        )
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+        found[2] = 0  # no token to hold it
+        assert scored.ragged("rm_scores").padded().sum(-1).equal(found)
+        status, answer = router.post("classify", {"input": [5] * 31, "use_activation": False}).result(20)[:2]
+        assert status == 400 and b"A text of 31 tokens" in answer
+    finally:
+        worker.stop_server()
+        close_router()
+        getattr(worker.rollout, "close", lambda: None)()
 
 
 JUDGED = """

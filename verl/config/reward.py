@@ -215,7 +215,7 @@ class RewardModelConfig(Config):
     functions only."""
 
     enable_resource_pool: bool = False
-    """Devices of its own for the reward model, or for the judge of ``rollout``: ``nnodes`` x ``n_gpus_per_node``.
+    """Devices of its own for the reward model, or for the engine of ``rollout``: ``nnodes`` x ``n_gpus_per_node``.
     False: it takes turns with the policy on the devices of training."""
 
     nnodes: int = option(0, read_if("enable_resource_pool"), at_least=0)
@@ -225,13 +225,14 @@ class RewardModelConfig(Config):
     """Devices of each such node."""
 
     rollout: dict[str, Any] = option({})
-    """With ``enable_resource_pool`` and ``enable=false``: run ``model.path``, a language model, as a judge in a rollout
-    engine behind a server; keys of ``actor_rollout_ref.rollout`` such as name, tensor_model_parallel_size, dtype,
-    prompt_length, response_length, gpu_memory_utilization, engine_kwargs. A reward function asks it by its argument
-    ``reward_router_address``. Empty: there is none."""
+    """With ``enable_resource_pool``: run ``model.path`` in a rollout engine behind a server; keys of
+    ``actor_rollout_ref.rollout`` such as name, tensor_model_parallel_size, dtype, max_model_len,
+    gpu_memory_utilization, engine_kwargs. With ``enable=true`` a sequence classifier (vllm, sglang) that scores each
+    response as soon as it has ended. With ``enable=false`` a language model that judges (hf, vllm, sglang): a reward
+    function asks it by its argument ``reward_router_address``. Empty: there is none."""
 
     server_host: str = option("127.0.0.1", read_if("enable_resource_pool"))
-    """Address on which the judge of ``rollout`` listens; the driver must reach it."""
+    """Address on which the engine of ``rollout`` listens; the driver must reach it."""
 
     server_urls: str | list[str] = option([])
     """Base URLs of servers that run already, ``http://HOST:PORT``. With ``enable=false`` a judge: a reward function
@@ -325,23 +326,27 @@ class RewardModelConfig(Config):
     @property
     def runs_judge(self) -> bool:
         """Does this run have a judge of its own, in a rollout engine?"""
-        is_asked = self.enable_resource_pool and not self.enable and not self.server_urls
-        return is_asked and bool(self.rollout.get("name"))
+        return self.runs_server and not self.enable
+
+    @property
+    def runs_server(self) -> bool:
+        """Does this run have a judge or a classifier of its own, in a rollout engine?"""
+        return self.enable_resource_pool and not self.server_urls and bool(self.rollout.get("name"))
 
     @property
     def asks_servers(self) -> bool:
         """Do requests go to servers, through the router?"""
-        return bool(self.server_urls) or self.runs_judge
+        return bool(self.server_urls) or self.runs_server
 
     @property
     def uses_engine(self) -> bool:
         """Does a classifier score in the training engine?"""
-        return self.enable and not self.server_urls
+        return self.enable and not self.asks_servers
 
     @property
     def has_workers(self) -> bool:
-        """Do processes of this run have a reward model, or a judge?"""
-        return self.uses_engine or self.runs_judge
+        """Do processes of this run have a reward model, or a server of one or of a judge?"""
+        return self.uses_engine or self.runs_server
 
     @property
     def own_processes(self) -> list[int]:

@@ -63,7 +63,7 @@ def _paths(config: PPOConfig) -> Iterator[tuple[str, str, tuple[str, ...]]]:
         yield path_key(config, teacher), get_path(config, path_key(config, teacher)), whole
     for teacher in teachers(config, served=True):
         yield path_key(config, teacher), get_path(config, path_key(config, teacher)), ("tokenizer",)
-    if config.reward_model.uses_engine:
+    if config.reward_model.enable and not config.reward_model.server_urls:
         yield "reward_model.model.path", config.reward_model.model.path, whole
     if config.rewrites_for_reward_model and config.reward_model.model.input_tokenizer:
         yield "reward_model.model.input_tokenizer", config.reward_model.model.input_tokenizer, ("tokenizer",)

@@ -33,6 +33,12 @@ def check_reward_model(config: Any, tokenizer: Any) -> None:
             f"{key} holds no weights of a head with one output among its {len(stored_shapes(spec.folder))} tensors: "
             "its scores would be random. Name a checkpoint of a trained reward model."
         )
+    if config.reward_model.runs_server and not str(model_config.architectures[0]).endswith("SequenceClassification"):
+        raise ValueError(
+            f"{key} holds {model_config.architectures[0]}, and reward_model.rollout.name="
+            f"{config.reward_model.rollout['name']} scores with sequence classifiers only. Leave reward_model.rollout "
+            "out: the training engine scores with it."
+        )
     if model.input_tokenizer:
         # texts are tokenised anew: the checks behind this one are about the policy's token ids and lengths
         judge = hf_tokenizer(model.path, trust_remote_code=model.trust_remote_code)

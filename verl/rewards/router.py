@@ -13,7 +13,8 @@ import logging
 import os
 import secrets
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
 from typing import Any
 
 from aiohttp import ClientError, ClientSession, ClientTimeout, TCPConnector, web
@@ -91,11 +92,26 @@ class Router:
         return self._runner.addresses[0][1]
 
     async def _stop(self) -> None:
+        for task in asyncio.all_tasks() - {asyncio.current_task()}:
+            task.cancel()
         await self._runner.cleanup()
         await self._session.close()
 
+    def post(self, path: str, body: Any) -> Future[tuple[int, bytes, str]]:
+        """Send JSON to a path of the servers: status, content and its type, as a client of `address` gets them."""
+        sent = self._answer("POST", path, {}, json.dumps(body).encode(), "application/json")
+        return asyncio.run_coroutine_threadsafe(sent, self._loop)
+
     async def _pass_on(self, request: web.Request) -> web.Response:
-        body = await request.read()
+        body, kind = await request.read(), request.headers.get("Content-Type", "application/json")
+        path = request.match_info["path"]
+        status, content, kind = await self._answer(request.method, path, request.query, body, kind)
+        return web.Response(status=status, body=content, headers={"Content-Type": kind})
+
+    async def _answer(
+        self, method: str, path: str, query: Mapping[str, str], body: bytes, kind: str
+    ) -> tuple[int, bytes, str]:
+        """Status, content and its type, of the first server that answers; 502 when all tries failed."""
         causes: list[str] = []
         async with self._gate:
             for attempt in range(self.options.tries):
@@ -108,7 +124,7 @@ class Router:
                 url = fewest[attempt % len(fewest)] if attempt else fewest[0]
                 self._running[url] += 1
                 try:
-                    status, content, kind = await self._send(url, request, body)
+                    status, content, answers = await self._send(url, method, path, query, body, kind)
                 except (ClientError, asyncio.TimeoutError, OSError) as error:
                     late = isinstance(error, asyncio.TimeoutError)
                     causes.append(f"{url}: {f'no answer in {self.options.timeout_s:g} s' if late else repr(error)}")
@@ -116,15 +132,16 @@ class Router:
                 finally:
                     self._running[url] = max(0, self._running.get(url, 1) - 1)
                 if status not in _TRIED_AGAIN:
-                    return web.Response(status=status, body=content, headers={"Content-Type": kind})
+                    return status, content, answers
                 causes.append(f"{url}: status {status}: {content[:300].decode(errors='replace')}")
         message = (
-            f"the servers of reward_model ({', '.join(self._urls)}) did not answer {request.path.split('/', 2)[-1]} in "
-            f"{len(causes)} tries; the last: {causes[-1]}. Look at the server's log, and raise "
+            f"the servers of reward_model ({', '.join(self._urls)}) did not answer {path} in {len(causes)} "
+            f"tries; the last: {causes[-1]}. Look at the server's log, and raise "
             "reward_model.router.timeout_s or .tries if it is slow."
         )
         logger.warning("%s", message)
-        return web.json_response({"error": {"message": message, "type": "reward_servers"}}, status=502)
+        answer = {"error": {"message": message, "type": "reward_servers"}}
+        return 502, json.dumps(answer).encode(), "application/json"
 
     async def _wait_for_turn(self) -> None:
         """Begin requests at the even pace of ``requests_per_minute``."""
@@ -133,15 +150,15 @@ class Router:
             turn, self._next_turn = self._next_turn, max(now, self._next_turn) + 60 / self.options.requests_per_minute
             await asyncio.sleep(max(0.0, turn - now))
 
-    async def _send(self, url: str, request: web.Request, body: bytes) -> tuple[int, bytes, str]:
+    async def _send(
+        self, url: str, method: str, path: str, query: Mapping[str, str], body: bytes, kind: str
+    ) -> tuple[int, bytes, str]:
         headers = {"Authorization": f"Bearer {self._key}"} if self._key else {}
         if body:
-            headers["Content-Type"] = request.headers.get("Content-Type", "application/json")
-        target = f"{url}/{request.match_info['path']}"
-        body = await self._with_model(url, request.match_info["path"], body)
-        async with self._session.request(
-            request.method, target, params=request.query, data=body or None, headers=headers
-        ) as answer:
+            headers["Content-Type"] = kind
+        body = await self._with_model(url, path, body)
+        target = f"{url}/{path}"
+        async with self._session.request(method, target, params=query, data=body or None, headers=headers) as answer:
             return answer.status, await answer.read(), answer.headers.get("Content-Type", "application/json")
 
     async def _with_model(self, url: str, path: str, body: bytes) -> bytes:

@@ -1,20 +1,24 @@
-"""Reward models on servers: a judge in rollout engines on devices of its own, and the client of a classifier.
+"""Reward models on servers: a judge or classifier in rollout engines on devices of its own; the client of a classifier.
 
 A judge writes text: reward functions ask it through the router (`verl.rewards.router`). A classifier gives a number a
-text: vLLM's and SGLang's servers have ``/classify`` for it.
+text: vLLM's and SGLang's servers have ``/classify`` for it, and so has ours.
 """
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+import json
+import threading
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
 from typing import Any
 
-import aiohttp
+import numpy as np
 import torch
+from aiohttp import web
+from torch import Tensor
 
 from verl.config.reward import RewardModelConfig
+from verl.models.loader import ModelSpec, load_config
 from verl.protocol import DataProto
 from verl.rewards.router import Router
 from verl.single_controller.base.decorator import Dispatch, register
@@ -26,15 +30,21 @@ from verl.utils.process import no_collection
 from verl.utils.py_functional import derive_seed, excerpt
 from verl.utils.tokenizer import hf_tokenizer
 from verl.workers.model_worker import EngineWorker
-from verl.workers.reward_model import ChatRetokenizer, scores_at_last_token
+from verl.workers.reward_model import ChatRetokenizer, max_input_tokens, scores_at_last_token
 from verl.workers.rollout import get_rollout_class
+from verl.workers.rollout.base import Request, SamplingParams
 from verl.workers.rollout.monitor import engine_phase
 from verl.workers.rollout.server.engine_loop import EngineLoop, tensor_parallel_broadcast
+from verl.workers.rollout.server.limits import json_body
+from verl.workers.rollout.server.messages import token_ids
 from verl.workers.rollout.server.server import RolloutServer
 
+Answer = Future[tuple[int, bytes, str]]
+"""Status, content and its type."""
 
-class JudgeWorker(EngineWorker):
-    """One rank of a judge that a rollout engine runs, behind a server that is there for the whole run."""
+
+class RewardServerWorker(EngineWorker):
+    """One rank of a judge or classifier in a rollout engine, behind a server that is there for the whole run."""
 
     role = "rm"
     config: RewardModelConfig
@@ -42,16 +52,25 @@ class JudgeWorker(EngineWorker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def init_model(self) -> None:
-        """Load the judge; call once."""
+        """Load the model; call once.
+
+        Raises:
+            ValueError: the engine cannot run it; says why.
+        """
         model, options = self.config.model, self.config.engine_options()
         import_users_modules(model.external_lib)
         with no_collection(), self.ledger.phase("start"):
             self.start_process()
             self.tokenizer = hf_tokenizer(model.path, trust_remote_code=model.trust_remote_code)
-            with engine_phase(options.name, "start"):
-                self.rollout = get_rollout_class(options.name)(
-                    copy_to_local(model.path, use_shm=model.use_shm), options, self.device, model.trust_remote_code
-                )
+            folder = copy_to_local(model.path, use_shm=model.use_shm)
+            if self.config.enable and not options.max_model_len:
+                options = options.with_values({"max_model_len": longest_text(self.config)})
+            engine = get_rollout_class(options.name, classifies=self.config.enable)
+            try:
+                with engine_phase(options.name, "start"):
+                    self.rollout = engine(folder, options, self.device, model.trust_remote_code)
+            except ValueError as error:  # engines name the policy's keys
+                raise ValueError(str(error).replace("actor_rollout_ref.rollout", "reward_model.rollout")) from error
         rank, size = get_rank(), self.rollout.tensor_parallel_size
         self._register_dispatch_collect_info("rm", dp_rank=rank // size, is_collect=rank % size == 0)
 
@@ -69,12 +88,13 @@ class JudgeWorker(EngineWorker):
             follower.start()
             follower.resume(self.rollout.version)
             return None
-        server = self.server = RolloutServer(
+        classifies = self.config.enable
+        server = self.server = (ClassifierServer if classifies else RolloutServer)(
             self.rollout,
             host=self.config.server_host,
             token=token,
-            name="judge",
-            tokenizer=self.tokenizer,
+            name="classifier" if classifies else "judge",
+            tokenizer=None if classifies else self.tokenizer,
             seed=derive_seed(self.seed, "judge", rank),
             broadcast=broadcast,
         )
@@ -91,6 +111,28 @@ class JudgeWorker(EngineWorker):
             self.server = None
 
 
+class ClassifierServer(RolloutServer):
+    """Serves a classifier: ``POST /classify``, as vLLM's server has it for token ids."""
+
+    def application(self) -> web.Application:
+        application = super().application()
+        application.add_routes([web.post("/classify", self._classify), web.get("/v1/models", self._models)])
+        return application
+
+    async def _models(self, request: web.Request) -> web.Response:
+        return web.json_response({"object": "list", "data": [{"id": self.name, "object": "model"}]})
+
+    async def _classify(self, request: web.Request) -> web.Response:
+        body = await json_body(request)
+        if not isinstance(body, dict) or body.get("use_activation") is not False:
+            raise ValueError('The body must be {"input": [token ids], "use_activation": false}.')
+        asked = Request(tuple(token_ids(body.get("input"), "input")), SamplingParams(1, do_sample=False))
+        completion = await self.generate(asked)
+        if completion.score is None:  # aborted: the server stops
+            return self.error_response(503, "The server stops.")
+        return web.json_response({"data": [{"index": 0, "probs": [completion.score], "num_classes": 1}]})
+
+
 class RewardServerError(RuntimeError):
     """The servers of a reward model gave no score; names them and the response."""
 
@@ -98,7 +140,7 @@ class RewardServerError(RuntimeError):
 
 
 class ServedRewardModel:
-    """A classifier with one output behind the servers of ``reward_model.server_urls``.
+    """A classifier with one output behind servers: those of ``reward_model.server_urls``, or the run's own.
 
     Args:
         config: the section ``reward_model``.
@@ -106,10 +148,52 @@ class ServedRewardModel:
         router: to the servers.
     """
 
+    begins_early = True
+    """Responses can be scored as they end; see `verl.rewards.managers.early`."""
+
+    early_columns: tuple[Sequence[str], Sequence[str]] = ("raw_prompt",), ()
+
     def __init__(self, config: RewardModelConfig, policy: Any, router: Router):
         self.config, self.router = config, router
         judge = hf_tokenizer(config.model.path, trust_remote_code=config.model.trust_remote_code)
-        self.retokenizer = ChatRetokenizer(policy, judge, config.max_length)
+        # of a model on servers the folder may hold the tokenizer alone
+        longest = longest_text(config) if config.runs_server else config.max_length
+        self.retokenizer = ChatRetokenizer(policy, judge, longest)
+        self._turn = threading.Lock()  # a tokenizer is for one thread at a time
+        self._begun: list[dict[bytes, Answer]] = [{}]
+        """Answers about texts, there or to come, by their token ids: of this batch, then of earlier ones."""
+
+    def next_round(self, kept: int = 1) -> None:
+        """Another batch begins: forget the scores of more than ``kept`` batches ago."""
+        with self._turn:
+            self._begun = [{}, *self._begun[:kept]]
+
+    def begin_ids(self, ids: Sequence[np.ndarray], rows: Sequence[Mapping[str, Any]], turns: Sequence[Any]) -> None:
+        """Begin to score responses by their token ids (int32).
+
+        Args:
+            rows: the columns of each, without the tensors.
+            turns: not read.
+        """
+        with self._turn:
+            texts, _ = self.retokenizer([row["raw_prompt"] for row in rows], [torch.tensor(one) for one in ids])
+            self._begin(texts)
+
+    def _begin(self, texts: Sequence[Tensor]) -> list[Answer]:
+        """Ask about texts that are not asked about yet; the answers come."""
+        newest = self._begun[0]
+        answers = []
+        for text in texts:
+            key = text.numpy().tobytes()
+            answer = next((batch[key] for batch in self._begun if key in batch), None)
+            if answer is None or answer.cancelled():
+                if self.config.server_urls and self.config.router.server == "sglang":
+                    body: dict[str, Any] = {"input_ids": text.tolist()}
+                else:  # the output itself, and no probability of it
+                    body = {"input": text.tolist(), "use_activation": False}
+                answer = newest[key] = self.router.post("classify", body)
+            answers.append(answer)
+        return answers
 
     def compute_rm_score(self, data: DataProto) -> DataProto:
         """As `verl.workers.reward_model.RewardModelWorker.compute_rm_score`.
@@ -118,45 +202,54 @@ class ServedRewardModel:
             RewardServerError: a response has no score.
         """
         responses = data.ragged("responses")
-        rows, lengths = self.retokenizer(list(data.non_tensor_batch["raw_prompt"]), list(responses.rows()))
-        with ThreadPoolExecutor(1, "verl-reward-model") as thread:  # the caller may have an event loop
-            scores = thread.submit(asyncio.run, self._scores([row.tolist() for row in rows])).result()
-        scored = DataProto.from_ragged({"rm_scores": scores_at_last_token(torch.tensor(scores), responses)})
+        with self._turn:
+            rows, lengths = self.retokenizer(list(data.non_tensor_batch["raw_prompt"]), list(responses.rows()))
+            answers = self._begin(rows)
+        try:
+            scores = torch.tensor([self._score(number, answer) for number, answer in enumerate(answers)])
+        except BaseException:
+            for answer in answers:
+                answer.cancel()
+            raise
+        scored = DataProto.from_ragged({"rm_scores": scores_at_last_token(scores, responses)})
         read = torch.tensor([len(row) for row in rows])
         scored.put("rm_tokens", read)
         scored.put("rm_tokens_cut", lengths - read)
         return scored
 
-    async def _scores(self, rows: Sequence[Sequence[int]]) -> list[float]:
-        # the router has the limits of time
-        no_limit = aiohttp.ClientTimeout(total=None)
-        async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), timeout=no_limit) as session:
-            tasks = [asyncio.ensure_future(self._score(session, number, row)) for number, row in enumerate(rows)]
+    def _score(self, number: int, answer: Answer) -> float:
+        """Wait for the score of a response of the batch."""
+        status, content, _ = answer.result()
+        text = content.decode(errors="replace")
+        if status == 200:
             try:
-                return await asyncio.gather(*tasks)
-            finally:
-                for task in tasks:
-                    task.cancel()
-
-    async def _score(self, session: aiohttp.ClientSession, number: int, ids: Sequence[int]) -> float:
-        if self.config.router.server == "sglang":
-            body: dict[str, Any] = {"input_ids": list(ids)}
-        else:  # the output itself, and no probability of it
-            body = {"input": list(ids), "use_activation": False}
-        async with session.post(f"http://{self.router.address}/classify", json=body) as answer:
-            content = await answer.read()
-            if answer.status == 200:
-                try:
-                    return score_of(await answer.json(content_type=None))
-                except (LookupError, TypeError, ValueError) as error:
-                    problem = f"{type(error).__name__}: {error}; the answer begins {excerpt(content.decode(), 200)}"
-            else:
-                problem = f"status {answer.status}: {excerpt(content.decode(errors='replace'), 300)}"
-        raise RewardServerError(
-            f"reward_model.server_urls={', '.join(self.config.urls)}: response {number} of the batch has no score "
-            f"({problem}). Serve a model of one output with `vllm serve MODEL --runner pooling`, or SGLang's "
-            "--is-embedding with reward_model.router.server=sglang."
+                return score_of(json.loads(text))
+            except (LookupError, TypeError, ValueError) as error:
+                problem = f"{type(error).__name__}: {error}; the answer begins {excerpt(text, 200)}"
+        else:
+            problem = f"status {status}: {excerpt(text, 300)}"
+        key, way_out = (
+            f"reward_model.server_urls={', '.join(self.config.urls)}",
+            (
+                "Serve a model of one output with `vllm serve MODEL --runner pooling`, or SGLang's --is-embedding with "
+                "reward_model.router.server=sglang."
+            ),
         )
+        if self.config.runs_server:
+            key, way_out = f"reward_model.rollout.name={self.config.rollout['name']}", "See the engine's output above."
+        raise RewardServerError(f"{key}: response {number} of the batch has no score ({problem}). {way_out}")
+
+
+def longest_text(config: RewardModelConfig) -> int | None:
+    """Tokens that a classifier of the run's own reads of a conversation; None: any number.
+
+    Args:
+        config: the section ``reward_model``.
+    """
+    model = config.model
+    spec = ModelSpec(model.path, "reward", trust_remote_code=model.trust_remote_code, external_lib=model.external_lib)
+    limits = (max_input_tokens(config.max_length, load_config(spec)), config.rollout.get("max_model_len"))
+    return min((limit for limit in limits if limit), default=None)
 
 
 def score_of(answer: Any) -> float:

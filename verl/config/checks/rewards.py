@@ -175,19 +175,32 @@ def reward_servers_are_asked_and_reached(config: PPOConfig) -> Iterator[Problem]
         if not rm.sandbox.network:
             text = f"cuts the reward function off from the judge of {key}. Set it to true."
             yield problem(config, f"{RM}.sandbox.network", text, key)
-    if rm.enable and rm.server_urls and not rm.model.input_tokenizer:
-        text = f"is null, and {RM}.server_urls get the conversation in the classifier's own template. Leave it out."
-        yield problem(config, f"{RM}.model.input_tokenizer", text, f"{RM}.server_urls")
+    if rm.enable and rm.asks_servers and not rm.model.input_tokenizer:
+        key = f"{RM}.server_urls" if rm.server_urls else f"{RM}.rollout"
+        text = f"is null, and {key} gets the conversation in the classifier's own template. Leave it out."
+        yield problem(config, f"{RM}.model.input_tokenizer", text, key)
+
+
+_CLASSIFIERS = ("vllm", "sglang")
+"""Rollout engines that run sequence classifiers."""
 
 
 @validator("error")
 def reward_engine_has_devices(config: PPOConfig) -> Iterator[Problem]:
     rm = config.reward_model
-    if rm.enable and rm.rollout.get("name") and not rm.server_urls:
+    name = rm.rollout.get("name")
+    if rm.enable and name and not rm.server_urls and not rm.enable_resource_pool:
         text = (
-            f"names a rollout engine, which runs a judge that writes, with {RM}.enable=true, which scores with a "
-            f"classifier. For a judge set enable=false and a function that asks it (docs/reward_model.md); for a "
-            f"classifier leave rollout out, or serve it with vLLM or SGLang and give {RM}.server_urls."
+            f"names a rollout engine, which takes no turns with the policy's on the same devices. Set "
+            f"{RM}.enable_resource_pool=true, nnodes and n_gpus_per_node, or leave rollout out: the training engine "
+            "scores, in turn with the policy."
+        )
+        yield problem(config, f"{RM}.rollout", text, f"{RM}.enable_resource_pool")
+    if rm.enable and rm.runs_server and name not in _CLASSIFIERS:
+        text = (
+            f"has name={name}, which runs no classifier ({RM}.enable=true). Choose {' or '.join(_CLASSIFIERS)}, or "
+            f"leave rollout out: the training engine scores. For a judge that writes set {RM}.enable=false and a "
+            "function that asks it (docs/reward_model.md)."
         )
         yield problem(config, f"{RM}.rollout", text, f"{RM}.enable")
     if rm.enable_resource_pool and rm.has_workers and not sum(rm.own_processes):
@@ -195,7 +208,7 @@ def reward_engine_has_devices(config: PPOConfig) -> Iterator[Problem]:
             f"has {RM}.nnodes={rm.nnodes} x {RM}.n_gpus_per_node={rm.n_gpus_per_node} devices. Raise both to 1 or more."
         )
         yield problem(config, f"{RM}.enable_resource_pool", text, f"{RM}.nnodes")
-    if rm.runs_judge:
+    if rm.runs_server:
         problems: list[Problem] = []
         size = rm.engine_options(problems).tensor_model_parallel_size
         yield from problems
@@ -247,10 +260,13 @@ def reward_server_options_unused(config: PPOConfig, is_given: IsGiven) -> Iterat
     rm = config.reward_model
     if not rm.enable:
         return
-    if not rm.server_urls:
+    if not rm.asks_servers:
         keys = list(given_below(f"{RM}.router", config, is_given))
         yield from unused(config, keys, is_given, f"there are no servers without {RM}.server_urls")
         yield from unused(config, [f"{RM}.server_host"], is_given, "it is of a judge in a rollout engine")
+    elif rm.runs_server:
+        keys = [f"{RM}.strategy", f"{RM}.micro_batch_size_per_gpu", f"{RM}.router.server"]
+        yield from unused(config, keys, is_given, f"the reward model runs in the engine of {RM}.rollout")
     else:
         keys = [f"{RM}.{name}" for name in (*_OWN_DEVICES, "strategy", "micro_batch_size_per_gpu")]
         yield from unused(config, keys, is_given, f"the reward model runs on {RM}.server_urls")

@@ -15,7 +15,6 @@ import numpy as np
 
 from verl.config.ppo import PPOConfig
 from verl.protocol import DataProto
-from verl.rewards.managers.rule import RuleRewardManager
 from verl.single_controller.mailbox import Mailbox
 from verl.workers.rollout.base import read_ended_message
 
@@ -25,14 +24,13 @@ logger = logging.getLogger(__name__)
 def begins_early(config: PPOConfig, manager: Any) -> bool:
     """Whether the reward function of a run is called while responses are generated."""
     is_asked = config.asks_reward_function and config.env.reward == "auto" and not config.env.makes_rows
+    section = config.reward_model
     return (
-        not config.reward_model.enable
-        and config.reward_model.use_reward_loop
-        and config.reward_model.sandbox.while_generating
+        section.use_reward_loop
+        and (section.enable or section.sandbox.while_generating)
         and is_asked
         and not config.actor_rollout_ref.rollout.skip_rollout
-        and isinstance(manager, RuleRewardManager)
-        and manager.begins_early
+        and bool(getattr(manager, "begins_early", False))
     )
 
 
@@ -49,11 +47,11 @@ class EarlyScoring:
     """The responses that are scored as they end: of batches, by messages of the workers, or one by one.
 
     Args:
-        manager: one that `begins_early`.
+        manager: a reward manager or reward model that `begins_early`.
         host: address of this machine that the workers reach.
     """
 
-    def __init__(self, manager: RuleRewardManager, host: str):
+    def __init__(self, manager: Any, host: str):
         self.manager, self.host = manager, host
         self._mailbox: Mailbox | None = None
         self._rows: list[tuple[dict[int, int], Any]] = []
@@ -65,7 +63,7 @@ class EarlyScoring:
     def open(self, rows: DataProto, seeds: Sequence[int]) -> list[Any] | None:
         """Expect the responses of a batch; returns the address for messages (`ended_message`).
 
-        None: rows lack the columns that reward functions read, which the manager reports.
+        None: rows lack a column that the manager reads, which it reports.
         """
         self.next_round()
         if (columns := self._columns(rows.non_tensor_batch)) is None:
@@ -109,10 +107,10 @@ class EarlyScoring:
         self.manager.begin_ids([tokens], [columns], [np.int32(turns)])  # of a type with the batch's own column
 
     def _columns(self, row: Mapping[str, Any]) -> dict[str, Any] | None:
-        """Return the columns that reward functions read; None: one that they need is missing."""
-        read = (self.manager.reward_fn_key, "reward_model", "extra_info")
-        columns = {name: values for name, values in row.items() if name in read}
-        return columns if {*read[:2]} <= columns.keys() else None
+        """Return the columns that the manager reads; None: one that it needs is missing."""
+        needed, others = self.manager.early_columns
+        columns = {name: values for name, values in row.items() if name in {*needed, *others}}
+        return columns if {*needed} <= columns.keys() else None
 
     def close(self) -> None:
         """Take no more messages."""

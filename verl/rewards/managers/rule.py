@@ -306,6 +306,11 @@ class RuleRewardManager(AbstractRewardManager):
         """Whether a response can be scored before the others are there; else the manager waits for the batch."""
         return False
 
+    @property
+    def early_columns(self) -> tuple[Sequence[str], Sequence[str]]:
+        """Columns that a response cannot be scored without, and others that are read where they are."""
+        return (self.reward_fn_key, "reward_model"), ("extra_info",)
+
     def begin(self, samples: Sequence[Sample]) -> None:
         """Begin to score responses. The results are those that the same samples get when the manager is called."""
         raise NotImplementedError

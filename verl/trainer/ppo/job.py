@@ -236,7 +236,7 @@ class PPOJob:
         os.environ.update({name: str(value) for name, value in config.ray_init.variables.items()})
         start_reward_functions(config)  # they load while tokenizer and data do, in the environment of the workers
         tokenizer, processor = load_tokenizer(config)
-        if config.reward_model.uses_engine:
+        if config.reward_model.enable and not config.reward_model.server_urls:
             check_reward_model(config, tokenizer)
         roles = self.roles or default_roles(config)
         trainer_cls = self.trainer_cls

@@ -183,12 +183,12 @@ def default_roles(config: Any) -> dict[Role, type]:
         roles[Role.RefPolicy] = ActorRolloutRefWorker
     if need_critic(config):
         roles[Role.Critic] = CriticWorker
-    if need_reward_model(config):
-        roles[Role.RewardModel] = RewardModelWorker
-    elif config.reward_model.runs_judge:
-        from verl.workers.reward_server import JudgeWorker  # imports aiohttp
+    if config.reward_model.runs_server:
+        from verl.workers.reward_server import RewardServerWorker  # imports aiohttp
 
-        roles[Role.RewardModel] = JudgeWorker
+        roles[Role.RewardModel] = RewardServerWorker
+    elif need_reward_model(config):
+        roles[Role.RewardModel] = RewardModelWorker
     if config.distillation.enabled:
         roles[Role.Teacher] = TeacherWorker
     return roles

@@ -549,7 +549,8 @@ class RayPPOTrainer(RecipeNames):
         self.buffer.connect(
             self.options, self.actor_wg, self.rollout_wg, self.tokenizer, self.processor, trainer_config=self.config
         )
-        self.buffer.early_scoring = early_scoring(self.options, self.reward_fn, self.controller.driver_host)
+        scorer = self.rm_wg if self.use_rm else self.reward_fn
+        self.buffer.early_scoring = early_scoring(self.options, scorer, self.controller.driver_host)
         if self.buffer.agent_loops is not None:
             self.async_rollout_mode, self.async_rollout_manager = True, self.buffer.agent_loops  # names recipes know
 

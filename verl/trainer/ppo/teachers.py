@@ -24,7 +24,7 @@ def served_reward_model(section: Any, group: Any, tokenizer: Any) -> Any:
 
     Args:
         section: ``reward_model``.
-        group: of the judge in rollout engines; None: the servers run already.
+        group: of the judge or classifier in rollout engines; None: the servers run already.
         tokenizer: the policy's.
     """
     from verl.rewards.router import router_of  # imports aiohttp
@@ -34,8 +34,7 @@ def served_reward_model(section: Any, group: Any, tokenizer: Any) -> Any:
     if group is not None:
         token = secrets.token_urlsafe(24)  # other users of this machine reach its loopback
         router.use([address for address in group.start_server(token) if address], token)
-        return group
-    return ServedRewardModel(section, tokenizer, router) if section.enable else None
+    return ServedRewardModel(section, tokenizer, router) if section.enable else group
 
 
 class Teachers:

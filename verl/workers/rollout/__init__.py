@@ -14,11 +14,18 @@ _ENGINES = {
     "sglang": "verl.workers.rollout.sglang.rollout:SGLangRollout",
     "vllm": "verl.workers.rollout.vllm.rollout:VLLMRollout",
 }
+_CLASSIFIERS = {
+    "sglang": "verl.workers.rollout.sglang.classifier:SGLangClassifier",
+    "vllm": "verl.workers.rollout.vllm.classifier:VLLMClassifier",
+}
 _PACKAGES = {"sglang": "sglang", "vllm": "vllm"}
 
 
-def get_rollout_class(name: str) -> type[ModelRollout]:
+def get_rollout_class(name: str, classifies: bool = False) -> type[ModelRollout]:
     """The engine that ``rollout.name`` asks for; its module is imported here and nowhere else.
+
+    Args:
+        classifies: for a sequence classifier instead of a language model.
 
     Raises:
         ValueError: unknown name.
@@ -32,5 +39,10 @@ def get_rollout_class(name: str) -> type[ModelRollout]:
             f"Run: bash scripts/install_engines.sh {name}, or set actor_rollout_ref.rollout.name=hf, which needs "
             "transformers only."
         )
-    module, _, attribute = _ENGINES[name].partition(":")
+    if classifies and name not in _CLASSIFIERS:
+        raise ValueError(
+            f"reward_model.rollout.name={name} runs no classifier (reward_model.enable=true). Choose "
+            f"{' or '.join(_CLASSIFIERS)}, or leave reward_model.rollout out: the training engine scores with it."
+        )
+    module, _, attribute = (_CLASSIFIERS if classifies else _ENGINES)[name].partition(":")
     return getattr(importlib.import_module(module), attribute)

@@ -168,6 +168,8 @@ class Completion:
     """Version of the weights that generated the tokens; None: the version that was requested."""
     prompt_log_probs: PromptLogProbs | None = None
     """Those of the prompt, where the request asks for them; an aborted one may lack them."""
+    score: float | None = None
+    """A classifier's output for the prompt; its completions have no tokens."""
 
 
 def empty_completion(request: Request) -> Completion:

@@ -340,6 +340,14 @@ class Host:
                 raise RuntimeError(f"SGLang keeps its cache: {len(self.generating)} requests run. {answer}")
             await asyncio.sleep(0.005)
 
+    async def classify(self, rows: Sequence[Sequence[int]]) -> list[list[float]]:
+        """The outputs of a classifier for texts."""
+        from sglang.srt.managers.io_struct import EmbeddingReqInput
+
+        request = EmbeddingReqInput(input_ids=[list(row) for row in rows])
+        answers = await anext(aiter(self.manager.generate_request(request, None)))
+        return [answer["embedding"] for answer in answers]
+
     async def sampling_problem(self, params: Mapping[str, Any]) -> str | None:
         """Why SGLang refuses ``sampling_params``; None: it takes them."""
         try:

@@ -63,6 +63,8 @@ class SGLangRollout(ModelRollout):
     """
 
     _process: EngineProcess | None = None
+    kind: Mapping[str, Any] = {}
+    """Arguments of SGLang that say what kind of model it is."""
 
     def _start(self) -> None:
         config, model_config, device = self.config, self.model_config, self.device.type
@@ -73,6 +75,7 @@ class SGLangRollout(ModelRollout):
             "trust_remote_code": self.trust_remote_code,
             "tokenizer_path": self.tokenizer_path,
             "json_model_override_args": model_overrides(self.spec.override_config),
+            **self.kind,
         }
         if device == "cpu":
             room = host_cache_bytes(config, model_config, self.dtype, self.max_model_len)

@@ -285,6 +285,13 @@ class SchedulerExtension:
     # -- weights -------------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
+    def zero_head_bias(self) -> None:
+        """Set the bias of a classifier's head to zero: SGLang gives one to heads that have none, with random values."""
+        for name, parameter in self.model.named_parameters():
+            if name == "score.bias":
+                parameter.zero_()
+
+    @torch.no_grad()
     def begin_load(self) -> None:
         self._load, self._problem = WeightLoad(self.model, self.device, is_shared=self.ranks > 1, engine="SGLang"), None
         # cached outputs of the vision tower: SGLang keys them by the images alone and does not flush them

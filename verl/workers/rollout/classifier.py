@@ -1,0 +1,72 @@
+"""Sequence classifiers with one output in rollout engines: token ids in, the output at the last token of each out.
+
+The weights stay as they were read. A classifier is an engine whose completions have a ``score`` and no tokens, so that
+it is served as any other.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import abstractmethod
+from collections.abc import Iterable, Sequence
+
+from verl.workers.rollout.base import (
+    Bucket,
+    Completion,
+    ModelRollout,
+    Receipt,
+    Request,
+    RolloutEngine,
+    SamplingParams,
+    WeightSyncError,
+)
+
+
+class Classifier(ModelRollout):
+    """What the classifiers of all engines have in common: requests that wait are scored together, in one batch."""
+
+    # those of engines that cannot be interrupted: a forward is the shortest piece of work there is
+    step, abort, partial = RolloutEngine.step, RolloutEngine.abort, RolloutEngine.partial
+    num_running = RolloutEngine.num_running
+    totals, memory_parts = RolloutEngine.totals, RolloutEngine.memory_parts
+
+    @abstractmethod
+    def scores(self, rows: Sequence[Sequence[int]]) -> list[float]:
+        """The model's output for each text, before any activation."""
+
+    def submit(self, request: Request, expect_version: int) -> int:
+        length = len(request.prompt_ids)
+        if not 0 < length <= self.max_model_len:
+            raise ValueError(
+                f"A text of {length} tokens cannot be scored: it must have 1 to {self.max_model_len}. Set "
+                "reward_model.max_length to that, or raise reward_model.rollout.max_model_len."
+            )
+        return RolloutEngine.submit(self, request, expect_version)
+
+    def _generate(self, requests: list[Request]) -> list[Completion]:
+        scores = self.scores([request.prompt_ids for request in requests])
+        if not all(map(math.isfinite, scores)):
+            raise FloatingPointError(
+                "The reward model's scores are not finite: its weights are not, or overflow in reward_model.rollout."
+                "dtype. Use dtype=float32."
+            )
+        return [Completion([], None, "stop", score=score) for score in scores]
+
+    def check_sampling(self, sampling: SamplingParams) -> None:
+        del sampling  # nothing is sampled
+
+    def update_weights(self, version: int, buckets: Iterable[Bucket]) -> Receipt:
+        raise WeightSyncError(f"{type(self).__name__} keeps the weights that it has read.")
+
+    def read_back(self) -> dict[str, int]:
+        return {}
+
+    def sleep(self, level: int = 1) -> None:
+        raise NotImplementedError(f"{type(self).__name__} has devices of its own, and does not sleep.")
+
+    def wake(self, tags: Sequence[str] = ("weights", "kv_cache")) -> None:
+        """It never sleeps."""
+
+    @property
+    def is_asleep(self) -> bool:
+        return False

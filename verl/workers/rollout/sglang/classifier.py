@@ -1,0 +1,26 @@
+"""A sequence classifier on SGLang, in processes of its own: its embedding mode, whose embedding is the output."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from verl.models.heads import stored_shapes
+from verl.workers.rollout.classifier import Classifier
+from verl.workers.rollout.sglang.rollout import SGLangRollout
+
+
+class SGLangClassifier(Classifier, SGLangRollout):
+    """Scores texts with SGLang."""
+
+    kind: Mapping[str, Any] = {"is_embedding": True}
+
+    def _start(self) -> None:
+        super()._start()
+        if "score.bias" not in (stored_shapes(self.spec.folder) or ()):
+            self._on_leader(lambda: self.call_schedulers("zero_head_bias"))
+
+    def scores(self, rows: Sequence[Sequence[int]]) -> list[float]:
+        outputs = self._on_leader(lambda: self.engine.call("classify", [list(row) for row in rows]))
+        self.monitor.tick()
+        return [float(score) for [score] in outputs]
