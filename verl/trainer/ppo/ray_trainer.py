@@ -310,19 +310,37 @@ class RayPPOTrainer(RecipeNames):
     def score(self, batch: DataProto) -> DataProto:
         """Reward every response; adds ``token_level_scores`` (B, R) and the reward function's extra columns.
 
-        With ``reward_model.launch_reward_fn_async`` the function is called in a thread, and `estimate_advantages` waits
-        for it.
+        Where responses are scored as they end, or with ``reward_model.launch_reward_fn_async``, a thread waits for the
+        last scores, and `estimate_advantages` for the thread.
         """
         with self.timed("reward"):
             self.warn_unused_reward(batch)
-            if self.use_rm:
+            is_late, is_served = self.rewards_come_late, self.buffer.early_scoring is not None and self.use_rm
+            if self.use_rm and not (is_late and is_served):
                 batch = self.judged(batch)
                 self.metrics.update(judge_metrics(batch))
-            if self.config.reward_model.launch_reward_fn_async and self.buffer.group_filter is None:
-                snapshot = batch.select(deepcopy=False)  # later stages add columns meanwhile
-                self.pending_reward = BackgroundCall(lambda: compute_reward(snapshot, self.episode_reward_fn))
-                return batch
-            return self.rewarded(batch, *compute_reward(batch, self.episode_reward_fn))
+            if not is_late:
+                return self.rewarded(batch, *compute_reward(batch, self.episode_reward_fn))
+            snapshot = batch.select(deepcopy=False)  # later stages add columns meanwhile
+
+            def scored() -> tuple[DataProto, torch.Tensor, dict[str, list]]:
+                rows = self.judged(snapshot) if is_served else snapshot
+                added = [name for name in rows.keys() if name not in snapshot.keys()]
+                return rows.select(added, [], []), *compute_reward(rows, self.episode_reward_fn)
+
+            self.pending_reward = BackgroundCall(scored)
+            return batch
+
+    @property
+    def rewards_come_late(self) -> bool:
+        """Whether log-probs and values are computed while the last rewards are awaited."""
+        if self.buffer.group_filter is not None:
+            return False
+        # a stage of a subclass may read the rewards of the one before
+        stages = ("score", "choose_groups", "evaluate")
+        are_ours = all(getattr(type(self), name) is getattr(RayPPOTrainer, name) for name in stages)
+        is_early = self.buffer.early_scoring is not None and are_ours
+        return is_early or self.config.reward_model.launch_reward_fn_async
 
     @property
     def episode_reward_fn(self) -> Any:
@@ -414,7 +432,11 @@ class RayPPOTrainer(RecipeNames):
         if self.pending_reward is not None:
             with self.timed("reward"):
                 pending, self.pending_reward = self.pending_reward, None
-                batch = self.rewarded(batch, *pending.get())
+                columns, *rewards = pending.get()
+                if columns.keys():  # of a reward model
+                    batch = batch.union(columns)
+                    self.metrics.update(judge_metrics(batch))
+                batch = self.rewarded(batch, *rewards)
         trajectories = JoinedTrajectories(batch)  # the batch itself, where each row is a trajectory
         batch = trajectories.batch
         with self.timed("adv"), without_failed(batch, self.config.reward_model.on_error):
