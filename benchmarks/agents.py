@@ -246,7 +246,11 @@ def measure_processes(address: str, turns: int, sizes: Sequence[int]) -> list[di
 def run_processes(address: str, turns: int, size: int, count: int) -> dict[str, float]:
     config = config_of(f"actor_rollout_ref.rollout.agent.num_workers={size}")
     loop, sampling = asyncio.new_event_loop(), SamplingParams(2000)
-    workers = AgentLoopWorkers(config, tokenizer(), None, None, "local", loop) if size > 1 else None
+
+    def wait(coroutine: Any) -> Any:
+        return asyncio.run_coroutine_threadsafe(coroutine, loop).result()
+
+    workers = AgentLoopWorkers(config, tokenizer(), None, None, "local", loop, wait) if size > 1 else None
     thread = threading.Thread(target=loop.run_forever)
     thread.start()
     if workers is not None:
@@ -264,9 +268,6 @@ def run_processes(address: str, turns: int, size: int, count: int) -> dict[str, 
 
     async def episodes(count: int) -> list[Any]:
         return await asyncio.gather(*map(one, range(count)))
-
-    def wait(coroutine: Any) -> Any:
-        return asyncio.run_coroutine_threadsafe(coroutine, loop).result()
 
     wait(episodes(16))
     pids = workers.group.pids if workers else []

@@ -82,7 +82,9 @@ class AgentLoopManager:
         if rollout.agent.num_workers > 1:
             controller = getattr(worker_group, "controller", config.trainer.controller)
             # before there are servers and threads here, of which a fork would have copies
-            self.workers = AgentLoopWorkers(config, self.tokenizer, processor, trainer_config, controller, self._loop)
+            self.workers = AgentLoopWorkers(
+                config, self.tokenizer, processor, trainer_config, controller, self._loop, self._run
+            )
         # a loop of its own: the driver's thread waits, and checks the workers meanwhile
         self._thread = threading.Thread(target=self._loop.run_forever, name="verl-agent-loops", daemon=True)
         self._thread.start()

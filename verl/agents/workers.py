@@ -388,6 +388,7 @@ class AgentLoopWorkers:
         config, tokenizer, processor, trainer_config: as `RowRunner`.
         controller: name of the controller that starts them.
         loop: the driver's event loop of agent loops.
+        wait_for: returns the result of a coroutine that runs there, and calls `check` meanwhile.
 
     Raises:
         ValueError: this controller starts no processes for them.
@@ -401,8 +402,9 @@ class AgentLoopWorkers:
         trainer_config: Any,
         controller: str,
         loop: asyncio.AbstractEventLoop,
+        wait_for: Callable[[Coroutine], Any],
     ):
-        self.loop, self.env = loop, config.env
+        self.loop, self.wait_for, self.env = loop, wait_for, config.env
         self.links: dict[int, Link] = {}
         self.restarts_left = 0
         self._runs = count(1)
@@ -487,9 +489,9 @@ class AgentLoopWorkers:
         return WorkersClient(self, addresses, token, max_running)
 
     async def _begin(self) -> None:
-        await self.all("servers", *self._servers)
+        await self._call_all("servers", *self._servers)
         if self._released is not None:
-            await self.all("release", self._released)
+            await self._call_all("release", self._released)
         self._ready.set()
 
     async def hold(self) -> None:
@@ -503,8 +505,26 @@ class AgentLoopWorkers:
         await self.all("release", version)
 
     async def all(self, method: str, *arguments: Any) -> list[Any]:
-        """Call a method of every process; returns the results by rank."""
+        """Call a method of every process; returns the results by rank. Waits for those that are started again."""
+        while True:
+            await self._ready.wait()
+            try:
+                return await self._call_all(method, *arguments)
+            except ProcessLost:
+                self._note_loss()
+
+    async def _call_all(self, method: str, *arguments: Any) -> list[Any]:
         return await asyncio.gather(*(self.links[rank].call(method, *arguments) for rank in sorted(self.links)))
+
+    def _note_loss(self) -> None:
+        """Let others wait until `check` has started the processes again, or ended the run with the name of the dead."""
+        if any(link.is_lost for link in self.links.values()):
+            self._ready.clear()
+
+    async def stop(self, names: Sequence[str]) -> None:
+        """Stop runs of samples. Those in a process that is lost begin again, and are stopped then."""
+        with suppress(ProcessLost):
+            await self._call_all("stop", names)
 
     def next_batch(self) -> None:
         """Let processes that die be started again, as often as ``env.on_error`` and ``env.max_retries`` say."""
@@ -551,9 +571,7 @@ class AgentLoopWorkers:
             try:
                 return await self._run(number, row, seed, sampling, sample, batch)
             except ProcessLost:
-                # until `check` has started the processes again, or ended the run with the name of the dead
-                if any(link.is_lost for link in self.links.values()):
-                    self._ready.clear()
+                self._note_loss()
 
     async def _run(
         self,
@@ -640,14 +658,13 @@ class WorkersClient(RolloutClient):
         ids = None if request_ids is None else list(request_ids)
         await super().abort(ids)
         if ids:
-            with suppress(ProcessLost):  # rows that begin again are stopped then
-                await self.workers.all("stop", ids)
+            await self.workers.stop(ids)
 
     def take_spans(self, since: float | None = None) -> list[Span]:
         """As `RolloutClient.take_spans`, of all processes. Not from the event loop."""
         shift = time.time() - time.monotonic()
         asked = self.workers.all("spans", None if since is None else since + shift)
-        found = asyncio.run_coroutine_threadsafe(asked, self.workers.loop).result()
+        found = self.workers.wait_for(asked)
         return [*super().take_spans(since), *(span for spans in found for span in shifted(spans, -shift))]
 
     async def hold(self) -> None:
