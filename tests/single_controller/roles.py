@@ -172,6 +172,10 @@ class Reader(Worker):
     def _shown(self, data):
         columns = {name: [row.tolist() for row in data.ragged(name).rows()] for name in sorted(data._ragged)}
         shown = [{name: rows[i] for name, rows in columns.items()} for i in range(len(data))]
+        for row, images in zip(shown, data.non_tensor_batch.get("images", ()), strict=False):
+            row["images"] = {name: tensor.tolist() for name, tensor in images.items()}
+        for images in data.non_tensor_batch.get("images", ()):
+            images.clear()  # a dict is the method's own, its tensors are not
         return DataProto.from_dict(non_tensors={"shown": shown})
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, mesh="pairs", balanced=True)
@@ -188,7 +192,10 @@ class Reader(Worker):
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, balanced=True)
     def write_in_place(self, data):
-        data.ragged("advantages").values.add_(1)
+        if "images" in data.non_tensor_batch:
+            data.non_tensor_batch["images"][0]["pixels"].add_(1)
+        else:
+            data.ragged("advantages").values.add_(1)
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, blocking=False, balanced=True)
     def score_later(self, data):

@@ -1,5 +1,6 @@
 """Ranks keep the columns of a batch, and always read those of the driver."""
 
+import numpy as np
 import pytest
 import torch
 
@@ -102,4 +103,43 @@ def test_a_kept_column_that_a_method_writes_to_is_an_error_and_never_read(start_
     group, data = start_local(Reader, 3, fresh=True), rollouts()
     group.write_in_place(data)
     with pytest.raises(WorkerError, match="'advantages' was written to in place"):
+        group.show(data)
+
+
+def test_images_are_sent_once_for_all_calls_on_a_batch(start):
+    group, data = start(Reader, 3, pairs=False), rollouts()
+    images = [{"pixels": torch.rand(900, 3), "grid": torch.tensor([[1, 30, 30]])} for _ in range(3)]
+
+    def of(rows):
+        return np.fromiter((images[i] for i in rows), object, ROWS)
+
+    def seen(shown):
+        return [{n: torch.tensor(v) for n, v in row["images"].items()} for row in shown.non_tensor_batch["shown"]]
+
+    def matches(shown):
+        pairs = zip(seen(shown), data.non_tensor_batch["images"], strict=True)
+        return all(torch.equal(a[name], b[name]) for a, b in pairs for name in ("pixels", "grid"))
+
+    data.non_tensor_batch["images"] = of([0, 0, 0, 1, 1, 2, 2])
+    size = images[0]["pixels"].nbytes
+    assert matches(group.show(data))
+    group.show_in_steps(data)  # another division: some ranks get more
+    shown, again = sent(group, group.show, data)
+    assert matches(shown) and again < size
+    images[0]["pixels"].mul_(2)
+    assert matches(group.show(data))
+    data.non_tensor_batch["images"] = of([2, 1, 0, 2, 1, 0, 0])
+    assert matches(group.show(data))
+    data.non_tensor_batch["images"][0] = {"pixels": torch.rand(2, 3), "grid": torch.tensor([[1]])}
+    assert matches(group.show(data))
+    group.release_batches()
+    shown, released = sent(group, group.show, data)
+    assert matches(shown) and released > 2 * size
+
+
+def test_an_image_that_a_method_writes_to_is_an_error(start_local):
+    group, data = start_local(Reader, 3, fresh=True), rollouts()
+    data.non_tensor_batch["images"] = np.fromiter(({"pixels": torch.rand(9)} for _ in range(ROWS)), object, ROWS)
+    group.write_in_place(data)
+    with pytest.raises(WorkerError, match="'images' was written to in place"):
         group.show(data)

@@ -2,7 +2,8 @@
 
 The driver's `BatchLedger` knows which rows of which columns each rank has; a rank's `BatchCache` holds them. A column
 is known by its tensor: one that was replaced, or written to in place, is another column and is sent again. What a call
-returned for its rows is kept as well. A rank drops what the driver no longer has, or has released.
+returned for its rows is kept as well. A rank drops what the driver no longer has, or has released. Columns of objects
+whose elements are dicts of tensors, as the inputs of images are, are known by their array and these tensors.
 
 Knows batches; no transport, no role.
 """
@@ -17,6 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from itertools import count
+from operator import is_
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -32,6 +34,8 @@ from verl.batch.ragged import (
     Ragged,
     cat_columns,
     select_columns,
+    tensor_from_numpy,
+    tensor_to_numpy,
 )
 from verl.protocol import DataProto, DataProtoError
 
@@ -106,6 +110,15 @@ class SentColumn(NamedTuple):
     rows: np.ndarray | None
 
 
+class SentObjects(NamedTuple):
+    """A column of dicts of tensors on its way to a rank: those that the rank does not have."""
+
+    key: Key
+    codes: np.ndarray
+    """Of each row, the number of its dict: rows may share one."""
+    new: dict[int, dict[str, tuple[np.ndarray, torch.dtype | None]]]
+
+
 class SentBatch(NamedTuple):
     """A `BatchPart` on its way to a rank."""
 
@@ -116,6 +129,7 @@ class SentBatch(NamedTuple):
     """Positions that count from 0 -> a column of the same layout, or the layout."""
     joined: dict[str, tuple[str, str]]
     """Whole sequences -> the columns of their prompts and responses."""
+    objects: dict[str, SentObjects]
     rest: DataProto
     """All other columns."""
     meta_info: tuple[bytes, list[bytearray]]
@@ -153,20 +167,67 @@ class _Known:
         return same and self.layout == column.layout
 
 
+class _KnownObjects:
+    """A column of dicts of tensors that ranks have, or some of these dicts."""
+
+    def __init__(self, key: Key, array: np.ndarray, on_end: Callable[[Any], None]):
+        self.key, self.anchor = key, weakref.ref(array, on_end)
+        number: dict[int, int] = {}
+        self.codes = np.array([number.setdefault(id(one), len(number)) for one in array], dtype=np.int64)
+        self.elements = array.tolist()  # held, so that an id stays that of its object
+        self.distinct = list({id(one): one for one in self.elements}.values())
+        self._contents = list(map(_content, self.distinct))
+        self.rows: dict[int, np.ndarray] = {}
+        """Rank -> numbers of the dicts that it holds."""
+
+    @staticmethod
+    def can_be(array: np.ndarray) -> bool:
+        """Whether changes to the elements of such a column would be seen: they are dicts of tensors on the CPU."""
+        if array.dtype != object or array.ndim != 1 or not isinstance(next(iter(array), None), dict):
+            return False
+        distinct = list({id(one): one for one in array}.values())
+        return any(distinct) and all(
+            isinstance(value, Tensor) and value.device.type == "cpu" and not value.is_inference()
+            for one in distinct
+            for value in (one.values() if isinstance(one, dict) else (None,))
+        )
+
+    def is_of(self, array: np.ndarray) -> bool:
+        same = self.anchor() is array and len(array) == len(self.elements)
+        same = same and all(map(is_, array, self.elements))
+        return same and list(map(_content, self.distinct)) == self._contents
+
+
+def _content(tensors: Mapping[str, Tensor]) -> list[tuple[str, int, int]]:
+    """Names of the tensors, which they are, and how often each was written to in place."""
+    return [(name, id(value), value._version) for name, value in tensors.items()]
+
+
 class _Whole:
     """A batch of which several ranks get rows: what is the same for all is worked out once."""
 
-    def __init__(self, data: DataProto, meta_info: tuple[bytes, list[bytearray]]):
-        self.data, self.meta_info = data, meta_info
+    def __init__(self, data: DataProto, ledger: BatchLedger):
+        self.data, self.meta_info = data, ledger.pickled(data.meta_info)
+        ragged = data._ragged
+        self.counted = {name: column for name, column in ragged.items() if isinstance(column, CountedPositions)}
+        self.joined = {name: pair for name, column in ragged.items() if (pair := _parts_of(column, ragged))}
+        apart = {*self.counted, *self.joined}
+        self.known: dict[str, _Known] = {
+            name: found for name, column in ragged.items() if name not in apart and (found := ledger.find(name, column))
+        }
+        self.objects: dict[str, _KnownObjects] = {
+            name: kept
+            for name, array in data.non_tensor_batch.items()
+            if ragged and (kept := ledger.find_objects(name, array))
+        }
+        apart |= set(self.known)
+        self.rest = data.select(
+            [name for name in data.keys() if name not in apart],
+            [name for name in data.non_tensor_batch if name not in self.objects],
+            meta_info_keys=(),
+        )
+        """The columns that do not go by themselves."""
         self._encoded: dict[int, EncodedColumn | None] = {}
-        self._rest: tuple[set[str], DataProto] | None = None
-
-    def rest(self, apart: set[str]) -> DataProto:
-        """The batch without the columns ``apart``, which go by themselves."""
-        if self._rest is None or self._rest[0] != apart:
-            names = [name for name in self.data.keys() if name not in apart]
-            self._rest = apart, self.data.select(names, meta_info_keys=())
-        return self._rest[1]
 
     def rows(self, names: list[str], rows: np.ndarray) -> dict[str, Ragged | EncodedColumn]:
         """The rows of these columns, whose values are looked through once for all ranks."""
@@ -202,7 +263,7 @@ class BatchLedger:
 
     def release(self) -> None:
         """Let all ranks drop all columns, with the next call that each gets."""
-        self._known: dict[int, _Known] = {}  # by id of the anchor
+        self._known: dict[int, _Known | _KnownObjects] = {}  # by id of the anchor
         self._pending: set[int] = set()
         self._ended: deque[int] = deque()
 
@@ -227,7 +288,7 @@ class BatchLedger:
                     return taken[id(value)]
                 holders.add(rank)
                 if id(value.data) not in batches:
-                    batches[id(value.data)] = _Whole(_packed(value.data), self._pickled(value.data.meta_info))
+                    batches[id(value.data)] = _Whole(_packed(value.data), self)
                 return self._sent(value, rank, memo, batches[id(value.data)])
 
             args = tuple(map(one, request.args))
@@ -255,62 +316,40 @@ class BatchLedger:
             if isinstance(column, Ragged) and (known := self._add((call.number, name), column)):
                 known.rows = {rank: call.rows[rank] for rank in kept}
 
-    def _pickled(self, meta_info: dict[str, Any]) -> tuple[bytes, list[bytearray]]:
+    def pickled(self, meta_info: dict[str, Any]) -> tuple[bytes, list[bytearray]]:
         arrays: list[pickle.PickleBuffer] = []
         stream = self._dumps(meta_info, protocol=5, buffer_callback=arrays.append)
         return stream, [bytearray(array.raw()) for array in arrays]
 
-    def _sent(
-        self,
-        part: BatchPart,
-        rank: int,
-        memo: dict,
-        whole: _Whole,
-    ) -> SentBatch:
-        data = whole.data
+    def _sent(self, part: BatchPart, rank: int, memo: dict, whole: _Whole) -> SentBatch:
         if part.call.number is None:
             part.call.number = next(self._numbers)
             self._pending.add(part.call.number)
         part.call.rows[rank] = part.rows[: part.own]
-        ragged = data._ragged
-        counted = {name: column for name, column in ragged.items() if isinstance(column, CountedPositions)}
-        joined = {name: pair for name, column in ragged.items() if (pair := _parts_of(column, ragged))}
-        known = {
-            name: found
-            for name, column in ragged.items()
-            if name not in counted and name not in joined and (found := self._find(name, column))
-        }
-        held = {name: column.rows.get(rank) for name, column in known.items()}
+        columns: dict[str, Any] = {**whole.known, **whole.objects}
+        held = {name: column.rows.get(rank) for name, column in columns.items()}
         # ranks of one data-parallel rank that hold the same share one message
         same = (id(part), *(id(rows) for rows in held.values()))
         if same not in memo:
-            memo[same] = self._made(part, known, held, counted, joined, whole)
+            memo[same] = self._made(part, held, whole)
         message, after = memo[same]
         for name, rows in after.items():
-            known[name].rows[rank] = rows
+            columns[name].rows[rank] = rows
         return message
 
+    @staticmethod
     def _made(
-        self,
-        part: BatchPart,
-        known: Mapping[str, _Known],
-        held: Mapping[str, np.ndarray | None],
-        counted: Mapping[str, Ragged],
-        joined: Mapping[str, tuple[str, str]],
-        whole: _Whole,
+        part: BatchPart, held: Mapping[str, np.ndarray | None], whole: _Whole
     ) -> tuple[SentBatch, dict[str, np.ndarray]]:
         """Return the message, and the rows of each column that the rank holds once it has it."""
-        data, rows = whole.data, part.rows
+        data, rows, known = whole.data, part.rows, whole.known
         missing: dict[bytes, tuple[np.ndarray, list[str]]] = {}
         after: dict[str, np.ndarray] = {}
         needed = np.unique(rows)
         columns, brought = {}, set()  # columns under two names are sent once
         for name, column in known.items():
             have = held[name]
-            if have is not None and np.array_equal(have, needed):
-                lacking = needed[:0]
-            else:
-                lacking = needed if have is None else needed[~np.isin(needed, have)]
+            lacking = _lacking(needed, have)
             columns[name] = SentColumn(column.key, None, None)
             if not len(lacking) or column.key in brought:
                 continue
@@ -321,19 +360,48 @@ class BatchLedger:
         for lacking, names in missing.values():
             chosen = whole.rows(names, lacking)
             columns |= {name: SentColumn(known[name].key, column, lacking) for name, column in chosen.items()}
-        rest = whole.rest({*known, *counted, *joined}).select_idxs(rows)
+        objects = {}
+        for name, kind in whole.objects.items():
+            have, codes = held[name], kind.codes[rows]
+            lacking = _lacking(np.unique(codes), have)
+            new = {
+                int(code): {key: tensor_to_numpy(value) for key, value in kind.distinct[code].items()}
+                for code in lacking
+            }
+            objects[name] = SentObjects(kind.key, codes, new)
+            if len(lacking):
+                after[name] = lacking if have is None else np.concatenate([have, lacking])
+        rest = whole.rest.select_idxs(rows)
         rest.partition_plan, rest.step_rows = None, part.step_rows
         like = {
-            name: next((other for other in {**columns, **joined} if data._ragged[other].layout is column.layout), None)
+            name: next(
+                (other for other in {**columns, **whole.joined} if data._ragged[other].layout is column.layout), None
+            )
             or column.layout.select(torch.from_numpy(rows))
-            for name, column in counted.items()
+            for name, column in whole.counted.items()
         }
         assert part.call.number is not None
-        return SentBatch(rows, part.own, columns, like, dict(joined), rest, whole.meta_info, part.call.number), after
+        rows_of = rows, part.own, columns, like, dict(whole.joined), objects
+        return SentBatch(*rows_of, rest, whole.meta_info, part.call.number), after
 
-    def _find(self, name: str, column: Ragged) -> _Known | None:
+    def find(self, name: str, column: Ragged) -> _Known | None:
+        """What ranks have of a column; None if changes to it could not be seen."""
         known = self._known.get(id(column.anchor))
-        return known if known is not None and known.is_of(column) else self._add((next(self._numbers), name), column)
+        if isinstance(known, _Known) and known.is_of(column):
+            return known
+        return self._add((next(self._numbers), name), column)
+
+    def find_objects(self, name: str, array: np.ndarray) -> _KnownObjects | None:
+        """What ranks have of a column of objects; None if it is sent with every call."""
+        known = self._known.get(id(array))
+        if isinstance(known, _KnownObjects) and known.is_of(array):
+            return known
+        if not _KnownObjects.can_be(array):
+            return None
+        number, ended = id(array), self._ended
+        added = _KnownObjects((next(self._numbers), name), array, lambda _: ended.append(number))
+        self._known[number] = added
+        return added
 
     def _add(self, key: Key, column: Ragged) -> _Known | None:
         """A new column, which no rank has; None if changes to it could not be seen."""
@@ -343,6 +411,13 @@ class BatchLedger:
         number = id(anchor)
         self._known[number] = known = _Known(key, column, lambda _: ended.append(number))
         return known
+
+
+def _lacking(needed: np.ndarray, have: np.ndarray | None) -> np.ndarray:
+    """Those of the sorted numbers ``needed`` that are not in ``have``."""
+    if have is None:
+        return needed
+    return needed[:0] if np.array_equal(have, needed) else needed[~np.isin(needed, have)]
 
 
 def _packed(data: DataProto) -> DataProto:
@@ -372,6 +447,13 @@ class StaleBatchError(RuntimeError):
     """A rank does not hold what the driver believes it does, or it was written to."""
 
 
+def _not_sent(name: str, key: Key) -> str:
+    return (
+        f"column {name!r} of this batch was not sent, and this rank does not have it: the driver's record of call "
+        f"{key[0]} is not of this process. Start the worker group again."
+    )
+
+
 class _Held:
     """Rows of a column."""
 
@@ -386,6 +468,7 @@ class BatchCache:
         self._ledger = ""
         self._held: dict[Key, _Held] = {}
         self._joined: dict[tuple[Key, Key], JoinedTokens] = {}
+        self._objects: dict[Key, dict[int, tuple[dict[str, Tensor], list]]] = {}  # with `_content`, by number
 
     def opened(self, args: tuple, kwargs: dict) -> tuple[tuple, dict, SentBatch | None]:
         """Return the arguments of a call with their batches, and the message of one of these."""
@@ -424,6 +507,8 @@ class BatchCache:
         # what this very message brings is added afterwards
         for key in [key for key in self._held if key not in keys and key[0] not in calls]:
             del self._held[key]
+        for key in [key for key in self._objects if key not in keys]:
+            del self._objects[key]
         for pair in [pair for pair in self._joined if not self._held.keys() >= set(pair)]:
             del self._joined[pair]
 
@@ -431,10 +516,7 @@ class BatchCache:
         for name, (key, new, rows) in sent.columns.items():
             held = self._held.get(key)
             if held is None and new is None:
-                raise StaleBatchError(
-                    f"column {name!r} of this batch was not sent, and this rank does not have it: the driver's record "
-                    f"of call {key[0]} is not of this process. Start the worker group again."
-                )
+                raise StaleBatchError(_not_sent(name, key))
             if held is not None and held.column.values._version != held.version:
                 raise StaleBatchError(
                     f"column {name!r} was written to in place by an earlier method of this rank, whose later ones read "
@@ -452,9 +534,28 @@ class BatchCache:
             data.put(name, column)
         for name, pair in sent.joined.items():
             data.put(name, self._sequences(data, pair, sent.columns))
+        for name, dicts in sent.objects.items():
+            data.non_tensor_batch[name] = self._dicts(name, dicts)
         for name, like in sent.counted.items():
             data.put(name, CountedPositions(data._ragged[like].layout if isinstance(like, str) else like))
         return without_training(data, sent.own) if sent.own < len(sent.rows) else data
+
+    def _dicts(self, name: str, sent: SentObjects) -> np.ndarray:
+        """A column of dicts of tensors; rows that share one in the driver share one here."""
+        held = self._objects.setdefault(sent.key, {})
+        for code, arrays in sent.new.items():
+            tensors = {key: tensor_from_numpy(*array) for key, array in arrays.items()}
+            held[code] = tensors, _content(tensors)
+        for code in np.unique(sent.codes).tolist():
+            if code not in held:
+                raise StaleBatchError(_not_sent(name, sent.key))
+            if _content(held[code][0]) != held[code][1]:
+                raise StaleBatchError(
+                    f"column {name!r} was written to in place by an earlier method of this rank, whose later ones read "
+                    "it too: change a copy of the tensor."
+                )
+        own = {code: dict(held[code][0]) for code in np.unique(sent.codes).tolist()}
+        return np.fromiter((own[code] for code in sent.codes.tolist()), object, len(sent.codes))
 
     def _columns(self, sent: SentBatch) -> dict[str, Ragged]:
         """The columns of a message, in its rows."""
