@@ -20,6 +20,7 @@ from tests.support.runs import make_task, overrides, read_metrics, run_job
 from verl.config.reward import RewardModelConfig, RewardModelModelConfig, RewardRouterConfig
 from verl.rewards.managers.early import EarlyScoring
 from verl.rewards.router import Router, close_router, router_of
+from verl.rewards.scorers import http_json
 from verl.single_controller.mailbox import sender
 from verl.utils.tiny_model import make_tiny_model
 from verl.workers.reward_server import RewardServerError, RewardServerWorker, ServedRewardModel, score_of
@@ -66,7 +67,14 @@ def post(address: str, path: str, body: dict) -> tuple[int, dict]:
 
 @pytest.fixture
 def short_pauses(monkeypatch):
-    monkeypatch.setattr("verl.rewards.router._FIRST_PAUSE_S", 0.01)
+    monkeypatch.setattr(http_json, "FIRST_PAUSE_S", 0.01)
+
+
+def test_pauses_grow_to_half_a_minute_and_are_as_long_as_a_server_says():
+    for tries, expected in ((1, 0.5), (3, 2.0), (40, 30.0)):
+        assert 0.75 * expected <= http_json.pause_s(tries) <= 1.25 * expected
+    assert http_json.pause_s(1, "7") == 7 and http_json.pause_s(1, "1000") == 30
+    assert http_json.pause_s(1, "Wed, 21 Oct 2015 07:28:00 GMT") < 1
 
 
 def test_the_router_tries_another_server_and_names_them_when_all_fail(short_pauses, monkeypatch):
@@ -91,6 +99,9 @@ def test_the_router_tries_another_server_and_names_them_when_all_fail(short_paus
         router.use([first], None)
         status, answer = post(router.address, "/v1/chat/completions", {"model": "m"})
         assert status == 502 and first in answer["error"]["message"] and "2 tries" in answer["error"]["message"]
+        with served(lambda path, body: (401, {"error": "no key"})) as (locked, at_locked):
+            router.use([locked], None)
+            assert post(router.address, "/classify", {"input": [1]})[0] == 401 and len(at_locked) == 1
         router.close()
 
 

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from verl.config.distillation import TeacherModelConfig
+from verl.rewards.scorers import http_json
 from verl.utils.tiny_model import make_tokenizer
-from verl.workers import teacher_server
 from verl.workers.teacher_server import ServedTeacher, TeacherServerError
 
 IDS, COUNT = [5, 6, 7, 8], 2
@@ -77,7 +77,7 @@ def score(served, k=3, vocab=100):
 
 @pytest.fixture(autouse=True)
 def no_waits(monkeypatch):
-    monkeypatch.setattr(teacher_server, "_LONGEST_WAIT_S", 0.01)
+    monkeypatch.setattr(http_json, "FIRST_PAUSE_S", 0.01)
 
 
 @pytest.mark.parametrize(("owner", "answer"), [("vllm", vllm), ("sglang", sglang)])

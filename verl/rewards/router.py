@@ -17,14 +17,13 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any
 
-from aiohttp import ClientError, ClientSession, ClientTimeout, TCPConnector, web
+from aiohttp import ClientError, ClientResponseError, ClientSession, ClientTimeout, TCPConnector, web
 
 from verl.config.reward import RewardRouterConfig
+from verl.rewards.scorers import http_json
 
 logger = logging.getLogger(__name__)
 
-_TRIED_AGAIN = (408, 425, 429, 500, 502, 503, 504)
-_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.25, 30.0
 _MOST_BYTES = 256 << 20
 
 
@@ -113,10 +112,13 @@ class Router:
     ) -> tuple[int, bytes, str]:
         """Status, content and its type, of the first server that answers; 502 when all tries failed."""
         causes: list[str] = []
+        wanted: str | None = None
         async with self._gate:
             for attempt in range(self.options.tries):
                 if attempt:
-                    await asyncio.sleep(min(_LONGEST_PAUSE_S, _FIRST_PAUSE_S * 2.0**attempt))
+                    # another server may take it before the one that has answered would
+                    await asyncio.sleep(http_json.pause_s(attempt, wanted if len(self._urls) == 1 else None))
+                wanted = None
                 await self._has_servers.wait()
                 await self._wait_for_turn()
                 # of those with the fewest requests, another one at each try
@@ -124,14 +126,14 @@ class Router:
                 url = fewest[attempt % len(fewest)] if attempt else fewest[0]
                 self._running[url] += 1
                 try:
-                    status, content, answers = await self._send(url, method, path, query, body, kind)
+                    status, content, answers, wanted = await self._send(url, method, path, query, body, kind)
                 except (ClientError, asyncio.TimeoutError, OSError) as error:
                     late = isinstance(error, asyncio.TimeoutError)
                     causes.append(f"{url}: {f'no answer in {self.options.timeout_s:g} s' if late else repr(error)}")
                     continue
                 finally:
                     self._running[url] = max(0, self._running.get(url, 1) - 1)
-                if status not in _TRIED_AGAIN:
+                if status not in http_json.RETRIED:
                     return status, content, answers
                 causes.append(f"{url}: status {status}: {content[:300].decode(errors='replace')}")
         message = (
@@ -152,14 +154,20 @@ class Router:
 
     async def _send(
         self, url: str, method: str, path: str, query: Mapping[str, str], body: bytes, kind: str
-    ) -> tuple[int, bytes, str]:
+    ) -> tuple[int, bytes, str, str | None]:
+        """Status, content, its type and ``Retry-After`` of one server's answer."""
         headers = {"Authorization": f"Bearer {self._key}"} if self._key else {}
         if body:
             headers["Content-Type"] = kind
-        body = await self._with_model(url, path, body)
+        try:
+            body = await self._with_model(url, path, body)
+        except ClientResponseError as error:
+            refusal = {"error": {"message": f"{url}/v1/models: {error.message}", "type": "reward_servers"}}
+            return error.status, json.dumps(refusal).encode(), "application/json", None
         target = f"{url}/{path}"
         async with self._session.request(method, target, params=query, data=body or None, headers=headers) as answer:
-            return answer.status, await answer.read(), answer.headers.get("Content-Type", "application/json")
+            content, kind = await answer.read(), answer.headers.get("Content-Type", "application/json")
+            return answer.status, content, kind, answer.headers.get("Retry-After")
 
     async def _with_model(self, url: str, path: str, body: bytes) -> bytes:
         """The body, with the server's name of its model where it names none."""

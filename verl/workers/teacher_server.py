@@ -16,13 +16,12 @@ import aiohttp
 import numpy as np
 
 from verl.config.distillation import TeacherModelConfig
+from verl.rewards.scorers import http_json
 from verl.utils.exit_codes import ExitCode
 from verl.utils.py_functional import excerpt
 
-_LONGEST_WAIT_S = 30.0
 _PROBES, _PROBES_AT_ONCE = 256, 64
 _BROKEN = "\ufffd"  # a token that is a part of a character
-_BUSY = (408, 425, 429)
 _T = TypeVar("_T")
 
 
@@ -45,6 +44,14 @@ class TokenLogProbs(NamedTuple):
 
 class _Refused(ValueError):
     """The server answered that it does not serve this request."""
+
+
+class _Busy(aiohttp.ClientError):
+    """The server may serve this request later; ``retry_after``: seconds from now, as it says."""
+
+    def __init__(self, message: str, retry_after: str | None) -> None:
+        super().__init__(message)
+        self.retry_after = retry_after
 
 
 class _Api(NamedTuple):
@@ -198,9 +205,11 @@ class ServedTeacher:
     ) -> list[dict[int, tuple[float, str | None]]]:
         """Ask the server of this number, and the next one where it does not answer, unless it is to be the ``only``."""
         causes: list[str] = []
+        wanted: str | None = None
         for attempt in range(self.options.tries):
             if attempt:
-                await asyncio.sleep(min(_LONGEST_WAIT_S, 0.5 * 2.0**attempt))
+                await asyncio.sleep(http_json.pause_s(attempt + 1, wanted if only or len(self.urls) == 1 else None))
+            wanted = None
             url = self.urls[(number + (0 if only else attempt)) % len(self.urls)]
             try:
                 api = await self._api(session, url)
@@ -221,6 +230,7 @@ class ServedTeacher:
                     f"variable {self.options.api_key_env}."
                 ) from error
             except (aiohttp.ClientError, asyncio.TimeoutError, OSError) as error:
+                wanted = getattr(error, "retry_after", None)
                 causes.append(f"{url}: {f'no answer in {self.options.timeout_s:g} s' if _is_late(error) else error!r}")
         raise TeacherServerError(
             f"{self.key}.server_urls: a text of {len(ids)} tokens was not scored, in {len(causes)} tries; the last: "
@@ -249,8 +259,8 @@ class ServedTeacher:
         """
         async with session.request("GET" if body is None else "POST", url, json=body) as answer:
             content = await answer.read()
-            if answer.status >= 500 or answer.status in _BUSY:
-                raise aiohttp.ClientError(f"status {answer.status}: {_message(content)}")
+            if answer.status in http_json.RETRIED:
+                raise _Busy(f"status {answer.status}: {_message(content)}", answer.headers.get("Retry-After"))
             if answer.status >= 400:
                 raise _Refused(f"status {answer.status}: {_message(content).rstrip('.')}.")
             try:

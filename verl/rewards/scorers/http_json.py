@@ -16,8 +16,8 @@ from typing import Any
 
 from verl.utils.exit_codes import ExitCode
 
-RETRIED = (408, 425, 429, 500, 502, 503, 504)
-"""HTTP statuses after which a request is tried again."""
+RETRIED = frozenset({408, 425, 429, *range(500, 600)})
+"""HTTP statuses after which a request is tried again, here and by all other clients of verl."""
 
 FIRST_PAUSE_S = 0.5
 """Before the second try; doubled before each further one."""
@@ -49,8 +49,7 @@ def post(
     data = json.dumps(body).encode()
     request = urllib.request.Request(url, data, {"Content-Type": "application/json", **(headers or {})})
     for number in range(1, tries + 1):
-        # not the same for all: processes that failed together must not come back together
-        pause = min(FIRST_PAUSE_S * 2 ** (number - 1), LONGEST_PAUSE_S) * random.uniform(0.75, 1.25)
+        pause = pause_s(number)
         try:
             with urllib.request.urlopen(request, timeout=timeout_s) as answer:
                 return json.load(answer)
@@ -60,7 +59,7 @@ def post(
             failure = ServiceError("refused", f"{url} answered {error.code} {error.reason}: {text}")
             if error.code not in RETRIED:
                 raise failure from None
-            pause = max(pause, _seconds(error.headers.get("Retry-After")))
+            pause = pause_s(number, error.headers.get("Retry-After"))
         except TimeoutError:
             failure = ServiceError("timeout", f"{url} did not answer within {timeout_s:g} s")
         except urllib.error.URLError as error:
@@ -76,9 +75,18 @@ def post(
     raise ServiceError(failure.reason, f"{failure} ({tries} tries)")
 
 
-def _seconds(text: str | None) -> float:
-    # a Retry-After that is a date counts as none: our own pause stays
-    return min(float(text), LONGEST_PAUSE_S) if text and text.replace(".", "", 1).isdigit() else 0.0
+def pause_s(tries: int, retry_after: str | None = None) -> float:
+    """Seconds to wait after so many tries: doubled each time, with a random part, and no less than the server says.
+
+    Args:
+        tries: 1 after the first.
+        retry_after: the answer's header of that name; a date counts as none.
+    """
+    # not the same for all: processes that failed together must not come back together
+    pause = min(FIRST_PAUSE_S * 2.0 ** (tries - 1), LONGEST_PAUSE_S) * random.uniform(0.75, 1.25)
+    if retry_after and retry_after.replace(".", "", 1).isdigit():
+        pause = max(pause, min(float(retry_after), LONGEST_PAUSE_S))
+    return pause
 
 
 @contextlib.contextmanager
