@@ -5,7 +5,7 @@ and with the built-in GSM8K rule: called in the driver, in a sandbox of one proc
 least of several batches, and what a sandbox adds. Then how long a sandbox takes to start and to get over a crash.
 The driver's CPU time for the rewards of 1024 responses of GSM8K. Last, GRPO steps of a tiny model, 8 prompts x 4
 responses of up to 192 tokens, whose reward waits for a judge that takes 0.3 s or checks for 10 ms: after the rollout,
-during the log-probs of policy and reference, and while others are generated.
+during the log-probs of policy and reference, and from when each response has ended until the log-probs are there.
 """
 
 from __future__ import annotations
@@ -133,6 +133,7 @@ def steps(folder: Path, what: str, code: str, keys: dict[str, object]) -> dict:
         "actor_rollout_ref__actor__ppo_mini_batch_size": 8,
         "data__max_response_length": 192,
         "actor_rollout_ref__actor__use_kl_loss": True,
+        "actor_rollout_ref__actor__skip_old_log_probs": False,
         "actor_rollout_ref__ref__log_prob_micro_batch_size_per_gpu": 8,
     }
     try:
@@ -146,11 +147,12 @@ def hidden(folder: Path) -> list[dict]:
     """Steps with slow rewards: after the rollout, and in the places where they can be hidden."""
     rows = []
     in_lists = {"reward_model__reward_manager": "batch"}
-    early, background = "reward_model__sandbox__while_generating", "reward_model__launch_reward_fn_async"
+    background = "reward_model__launch_reward_fn_async"
+    beside_both = {"in turn": {"reward_model__sandbox__while_generating": False}, "beside generation and log-probs": {}}
     for name, code, keys, places in (
         ("a judge of 0.3 s, with lists", JUDGE, in_lists, {"in turn": {}, "beside log-probs": {background: True}}),
-        ("a judge of 0.3 s, async def", ONE_JUDGE, {}, {"in turn": {early: False}, "beside generation": {}}),
-        ("a check of 10 ms", CHECK, {}, {"in turn": {early: False}, "beside generation": {}}),
+        ("a judge of 0.3 s, async def", ONE_JUDGE, {}, beside_both),
+        ("a check of 10 ms", CHECK, {}, beside_both),
     ):
         waits = []
         for number, (place, more) in enumerate(places.items()):

@@ -1,8 +1,9 @@
-"""The router of a judge: an address of this machine, behind which are the servers of ``reward_model``.
+"""The router of a judge or classifier: an address of this machine, behind which are the servers of ``reward_model``.
 
-Reward functions ask it as they would ask one OpenAI-compatible server. It limits the requests under way and their
-rate, sends each to the server with the fewest, tries again elsewhere what failed for now, and answers with an error
-that names the servers when all tries failed. It starts before there is a server: requests wait for one.
+Reward functions ask it as they would ask one OpenAI-compatible server, the client of a classifier by `Router.post`. It
+limits the requests under way and their rate, sends each to the server with the fewest, tries again elsewhere what
+failed for now, and answers with an error that names the servers when all tries failed. It starts before there is a
+server: requests wait for one.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Begin to score the responses of a batch as they end, while others of it are generated.
 
-Workers and agent loops send each response that has ended; its call is made in the processes of the reward function.
-When the batch is whole, the reward manager is called as ever, and finds the results of the calls it would make. Which
-response ended first changes no score.
+Workers and agent loops send each response that has ended. A reward function is called with it in its own processes, a
+reward model on servers is asked about it. When the batch is whole, the manager or model is called as ever, and finds
+the results of the calls it would make. Which response ended first changes no score.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 
 
 def begins_early(config: PPOConfig, manager: Any) -> bool:
-    """Whether the reward function of a run is called while responses are generated."""
+    """Whether the reward function or reward model of a run scores responses while others are generated."""
     is_asked = config.asks_reward_function and config.env.reward == "auto" and not config.env.makes_rows
     section = config.reward_model
     return (
