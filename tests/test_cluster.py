@@ -52,6 +52,19 @@ def test_nodes_are_looked_at_and_what_is_missing_is_said(cluster, tmp_path):
     assert re.search(r"gloo, 4 MiB over 2 nodes: [\d.]+ GB/s a node, exact", found["all-reduce"]["text"])
 
 
+@pytest.mark.ray
+def test_the_object_store_has_room_for_two_batches_unless_its_size_is_given():
+    from verl.single_controller.ray.cluster import object_store_size
+
+    GiB = 1 << 30
+    assert object_store_size(None, 10 << 20, 64 * GiB) == (GiB, "")
+    size, note = object_store_size(None, 3 * GiB, 64 * GiB)
+    assert size == 6 * GiB and "6144 MiB" in note
+    size, note = object_store_size(None, 3 * GiB, 4 * GiB)
+    assert size == 2 * GiB and "two batches of this run take up to 6144 MiB" in note and "--shm-size" in note
+    assert object_store_size(100, 3 * GiB, 4 * GiB) == (100 << 20, "")
+
+
 OWN = """
 import ray
 from verl.single_controller.ray.cluster import start_own_cluster

@@ -302,6 +302,16 @@ class PPOConfig(Config):
         return self.trainer.seed if self.data.seed is None else self.data.seed
 
     @property
+    def batch_bytes(self) -> int:
+        """Bytes of the largest batch of a step between driver and workers, all rows full, images left out.
+
+        4 bytes a token: its id, and eleven more columns on tokens of the response.
+        """
+        rollout = self.actor_rollout_ref.rollout
+        rows = max(self.data.prompts_per_step, self.data.train_batch_size) * rollout.n
+        return 4 * rows * (rollout.prompt_length + 12 * rollout.response_length)
+
+    @property
     def rollout_processes(self) -> list[int]:
         """Processes that sample, by node: those of training, or with ``hybrid_engine=false`` those apart from them."""
         rollout, trainer = self.actor_rollout_ref.rollout, self.trainer

@@ -344,8 +344,10 @@ class LocalController:
     WorkerGroup = LocalWorkerGroup
     create_colocated_worker_cls = staticmethod(create_colocated_worker_cls)
 
-    def start(self, ray_init: Mapping | None = None, env: Mapping[str, str] | None = None) -> None:
-        """Put ``env`` into the environment, which every worker inherits. ``ray_init`` has no effect here."""
+    def start(
+        self, ray_init: Mapping | None = None, env: Mapping[str, str] | None = None, batch_bytes: int = 0
+    ) -> None:
+        """Put ``env`` into the environment, which every worker inherits. The others have no effect here."""
         os.environ.update({name: str(value) for name, value in (env or {}).items()})
 
     def stop(self) -> None:

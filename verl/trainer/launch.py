@@ -30,7 +30,7 @@ def running_workers(trainer: Any, config: Any, command_line: Sequence[str] | Non
     with stopped_at_end(trainer.controller):
         try:
             with no_collection():
-                start_controller(trainer.controller, config.ray_init)
+                start_controller(trainer.controller, config.ray_init, getattr(config, "batch_bytes", 0))
                 trainer.init_workers()
             yield
             if trainer.early_stop.reason and trainer.global_steps < trainer.total_training_steps:
@@ -59,9 +59,9 @@ def stopped_at_end(controller: Any) -> Iterator[None]:
         set_sigterm(before)
 
 
-def start_controller(controller: Any, options: Any) -> None:
+def start_controller(controller: Any, options: Any, batch_bytes: int = 0) -> None:
     """Start a controller with ``ray_init``; from here on SIGTERM ends the run as Ctrl-C does."""
-    controller.start(options, options.variables)
+    controller.start(options, options.variables, batch_bytes)
     set_sigterm(stop_on_signal)  # Ray puts a handler of its own there
 
 

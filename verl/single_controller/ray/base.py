@@ -51,7 +51,7 @@ from verl.single_controller.errors import (
     end_of_stderr,
 )
 from verl.single_controller.processes import is_readable, open_pidfd, outcome_by_pidfd
-from verl.single_controller.ray.cluster import init_ray, start_own_cluster
+from verl.single_controller.ray.cluster import init_ray, small_store_note, start_own_cluster
 from verl.single_controller.ray.pools import (  # noqa: F401  users import pools from here
     RayResourcePool,
     extract_pg_from_exist,
@@ -559,7 +559,9 @@ class RayController:
         self._timeline: str | None = None
         self._reaper: Any = None
 
-    def start(self, ray_init: Mapping[str, Any] | None = None, env: Mapping[str, Any] | None = None) -> None:
+    def start(
+        self, ray_init: Mapping[str, Any] | None = None, env: Mapping[str, Any] | None = None, batch_bytes: int = 0
+    ) -> None:
         """Connect to the cluster RAY_ADDRESS names, else start one on this machine; not if Ray is already running.
 
         One of this machine listens on loopback, and takes calls with its own token only (``RAY_AUTH_MODE``).
@@ -568,6 +570,8 @@ class RayController:
             ray_init: num_cpus (None: the cores, 8 at least: a CPU of Ray is a seat, not a core), object_store_memory_mb
                 (MiB), include_dashboard, timeline_json_file (written by `stop`), runtime_env (Ray's own).
             env: environment variables of the workers, and of this process, from where they have them.
+            batch_bytes: of the largest batch that will be sent; the object store has room for two such where
+                ``object_store_memory_mb`` is None.
         """
         options = dict(ray_init or {})
         env = {name: str(value) for name, value in (env or {}).items()}
@@ -584,9 +588,11 @@ class RayController:
                 "nodes reach them (docs/security.md)."
             )
             init_ray(runtime_env={**runtime_env, "env_vars": env})
+            if batch_bytes and (note := small_store_note(batch_bytes)):
+                say_early(note)
             return
         runtime_env.pop("env_vars", None)  # they are in this process's environment, which the workers inherit
-        start_own_cluster(options, runtime_env)
+        start_own_cluster(options, runtime_env, batch_bytes)
         node = ray._private.worker._global_node
         for raylet in node.all_processes.get("raylet", []) if node else ():
             self._reaper = start_reaper(raylet.process.pid, node.get_session_dir_path())

@@ -9,7 +9,10 @@ from typing import Any
 import ray
 from ray._private import ray_constants
 
+from verl.telemetry.run_record import say_early
 from verl.utils.exit_codes import ExitCode
+
+_MIB = 1 << 20
 
 _FRUGAL = {
     "RAY_prestart_worker_first_driver": "0",  # no idle workers, a third of a CPU-second each
@@ -53,22 +56,27 @@ def init_ray(**options: Any) -> None:
         ) from error
 
 
-def start_own_cluster(options: Mapping[str, Any], runtime_env: Mapping[str, Any]) -> None:
+def start_own_cluster(options: Mapping[str, Any], runtime_env: Mapping[str, Any], batch_bytes: int = 0) -> None:
     """Start Ray on this machine, closed to others.
 
     Args:
         options: num_cpus, object_store_memory_mb, include_dashboard.
         runtime_env: Ray's own.
+        batch_bytes: of the largest batch, for which the object store gets room where options do not say its size.
 
     Raises:
         ClusterNotStarted: as `init_ray`.
     """
     os.environ.update({name: os.environ.get(name, value) for name, value in _FRUGAL.items()})
     _close_to_others()
+    free = shutil.disk_usage("/dev/shm").free if os.path.isdir("/dev/shm") else 1 << 31
+    store, note = object_store_size(options.get("object_store_memory_mb"), batch_bytes, free)
+    if note:
+        say_early(note)
     init_ray(
         address="local",  # without it Ray joins a cluster that somebody has started on this machine
         num_cpus=options.get("num_cpus") or max(8, os.cpu_count() or 1),
-        object_store_memory=_object_store_bytes(options.get("object_store_memory_mb")),
+        object_store_memory=store,
         include_dashboard=bool(options.get("include_dashboard", False)),
         dashboard_host="127.0.0.1",
         logging_level="WARNING",
@@ -96,9 +104,35 @@ def _close_to_others() -> None:
     AuthenticationTokenLoader.instance().reset_cache()
 
 
-def _object_store_bytes(size_MiB: float | None) -> int:
-    """Size of the object store: as requested, else 1 GiB, or half of the shared memory if that is less."""
+def object_store_size(size_MiB: float | None, batch_bytes: int, free: int) -> tuple[int, str]:
+    """Return the bytes of the object store, and a note where they are not the usual ones.
+
+    As requested; else room for two batches, that of a step and the one before it, 1 GiB at least; and at most half of
+    the shared memory that is ``free``. Memory that holds no object is not taken.
+    """
     if size_MiB:
-        return int(size_MiB * 1024**2)
-    free = shutil.disk_usage("/dev/shm").free if os.path.isdir("/dev/shm") else 1 << 31
-    return max(80 << 20, min(1 << 30, free // 2))
+        return int(size_MiB * _MIB), ""
+    wanted = max(1 << 30, 2 * batch_bytes)
+    size = max(80 * _MIB, min(wanted, free // 2))
+    if size < 2 * batch_bytes:
+        return size, (
+            f"note: Ray's object store has {size // _MIB} MiB, half of the free shared memory, and two batches of this "
+            f"run take up to {2 * batch_bytes // _MIB} MiB without images: what does not fit is written to disk. Give "
+            "/dev/shm more (docker run --shm-size), or set ray_init.object_store_memory_mb."
+        )
+    if size > 1 << 30:
+        return size, f"note: Ray's object store may take {size // _MIB} MiB of shared memory, two batches of this run."
+    return size, ""
+
+
+def small_store_note(batch_bytes: int) -> str:
+    """Return a note if a node of the cluster that this process has joined has no room for two batches."""
+    stores = [node["Resources"].get("object_store_memory", 0) for node in ray.nodes() if node["Alive"]]
+    smallest = int(min(stores, default=0))
+    if not smallest or smallest >= 2 * batch_bytes:
+        return ""
+    return (
+        f"note: the object store of a node of this cluster has {smallest // _MIB} MiB, and two batches of this run "
+        f"take up to {2 * batch_bytes // _MIB} MiB without images: what does not fit is written to disk. Start "
+        "its nodes with a larger --object-store-memory."
+    )
