@@ -114,7 +114,7 @@ class TrainerConfig:
 
 
 class AgentLoopBase(ABC):
-    """Conversation of one row. A new object is made for every row, in the driver's event loop.
+    """Conversation of one row. A new object is made for every row, in the event loop of its process.
 
     Args:
         trainer_config: the whole configuration.

@@ -1,4 +1,4 @@
-"""Gateway: an HTTP server in the driver's event loop, through which agents outside talk to the policy.
+"""Gateway: an HTTP server in the event loop of agent loops, through which agents outside talk to the policy.
 
 A session has a URL of its own that cannot be guessed, ``{address}/session/{id}``. Below it are
 
