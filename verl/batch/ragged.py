@@ -386,6 +386,13 @@ class JoinedTokens(Ragged):
     prompt: Ragged
     response: Ragged
 
+    @staticmethod
+    def of(prompt: Ragged, response: Ragged) -> JoinedTokens:
+        """The sequences (B, P + R) of prompts (B, P), padded on the left, and responses (B, R)."""
+        lengths = prompt.layout.lengths + response.layout.lengths
+        width = prompt.layout.width + response.layout.width
+        return JoinedTokens(prompt, response, Layout(prompt.layout.starts, lengths, width))
+
     @property
     def shape(self) -> torch.Size:
         return torch.Size((len(self.layout), self.layout.width))
@@ -742,10 +749,8 @@ def join_windows(prompt: Ragged, response: Ragged) -> dict[str, Ragged]:
 
     ``input_ids``, ``attention_mask`` (ones) and ``position_ids`` that count each row from 0.
     """
-    lengths = prompt.layout.lengths + response.layout.lengths
-    whole = Layout(prompt.layout.starts, lengths, prompt.layout.width + response.layout.width)
-    tokens = JoinedTokens(prompt, response, whole)
-    return {"input_ids": tokens, "attention_mask": tokens.constant(1), "position_ids": CountedPositions(whole)}
+    tokens = JoinedTokens.of(prompt, response)
+    return {"input_ids": tokens, "attention_mask": tokens.constant(1), "position_ids": CountedPositions(tokens.layout)}
 
 
 def register_ragged_column(name: str, window: str) -> None:

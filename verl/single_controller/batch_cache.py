@@ -46,6 +46,15 @@ _MASKS = ("response_mask", "loss_mask", "pairs")
 """Columns that mark the tokens, or the rows, of the loss; zero on padding rows, so that these do not train."""
 
 
+def map_arguments(kind: type, fn: Callable[[Any], Any], args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+    """Apply ``fn`` to the arguments of a call that are of this class."""
+
+    def each(value: Any) -> Any:
+        return fn(value) if isinstance(value, kind) else value
+
+    return tuple(map(each, args)), {name: each(value) for name, value in kwargs.items()}
+
+
 def without_training(data: DataProto, first: int) -> DataProto:
     """Zero the masks of the loss from row ``first`` on, packed if they can be; changes and returns ``data``."""
     for name in _MASKS:
@@ -279,9 +288,7 @@ class BatchLedger:
         encoded, holders = [], set()
         for request in requests:
 
-            def one(value: Any, rank: int = request.rank) -> Any:
-                if not isinstance(value, BatchPart):
-                    return value
+            def one(value: BatchPart, rank: int = request.rank) -> Any:
                 if not value.call.keeps:
                     if id(value) not in taken:
                         taken[id(value)] = value.taken()
@@ -291,8 +298,8 @@ class BatchLedger:
                     batches[id(value.data)] = _Whole(_packed(value.data), self)
                 return self._sent(value, rank, memo, batches[id(value.data)])
 
-            args = tuple(map(one, request.args))
-            encoded.append(request._replace(args=args, kwargs={k: one(v) for k, v in request.kwargs.items()}))
+            args, kwargs = map_arguments(BatchPart, one, request.args, request.kwargs)
+            encoded.append(request._replace(args=args, kwargs=kwargs))
         keys = tuple(sorted(known.key for known in self._known.values()))
         state = CacheState(self._id, keys, tuple(sorted(self._pending)))
         for i, request in enumerate(encoded):
@@ -479,10 +486,7 @@ class BatchCache:
         if not sent:
             return args, kwargs, None
 
-        def one(value: Any) -> Any:
-            return self._batch(value) if isinstance(value, SentBatch) else value
-
-        return tuple(map(one, args)), {name: one(value) for name, value in kwargs.items()}, sent[0]
+        return *map_arguments(SentBatch, self._batch, args, kwargs), sent[0]
 
     def kept(self, sent: SentBatch, output: Any) -> Any:
         """Keep the columns of a call's output, if it has a row for each of ``sent``; returns it with their names."""
@@ -580,8 +584,6 @@ class BatchCache:
         keys = columns[pair[0]].key, columns[pair[1]].key
         joined = self._joined.get(keys)
         if joined is None or joined.prompt.values is not prompt.values or joined.response.values is not response.values:
-            lengths = prompt.layout.lengths + response.layout.lengths
-            whole = Layout(prompt.layout.starts, lengths, prompt.layout.width + response.layout.width)
-            self._joined[keys] = joined = JoinedTokens(prompt, response, whole)
+            self._joined[keys] = joined = JoinedTokens.of(prompt, response)
             _ = joined.values
         return joined

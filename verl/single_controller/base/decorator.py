@@ -19,7 +19,7 @@ import numpy as np
 
 from verl.batch.partition import Partition, row_lengths
 from verl.protocol import DataProto, pad_dataproto_to_divisor, unpad_dataproto
-from verl.single_controller.batch_cache import BatchPart, SplitCall, without_training
+from verl.single_controller.batch_cache import BatchPart, SplitCall, map_arguments, without_training
 
 Args = tuple[tuple, dict]
 """Positional and named arguments of a call."""
@@ -36,10 +36,7 @@ class Padding(NamedTuple):
 
 def map_batches(fn: Callable[[DataProto], Any], args: tuple, kwargs: dict) -> Args:
     """Apply ``fn`` to the arguments that are DataProtos."""
-    return (
-        tuple(fn(value) if isinstance(value, DataProto) else value for value in args),
-        {name: fn(value) if isinstance(value, DataProto) else value for name, value in kwargs.items()},
-    )
+    return map_arguments(DataProto, fn, args, kwargs)
 
 
 def keep_columns(data: DataProto, reads: tuple[str, ...] | None) -> DataProto:

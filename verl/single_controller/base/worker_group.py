@@ -36,7 +36,7 @@ from verl.single_controller.base.decorator import (
     split_rows,
 )
 from verl.single_controller.base.worker import MESH_POSITIONS, FusedWorker
-from verl.single_controller.batch_cache import BatchLedger, BatchPart, KeptOutput, SplitCall
+from verl.single_controller.batch_cache import BatchLedger, BatchPart, KeptOutput, SplitCall, map_arguments
 from verl.single_controller.deadlines import Deadlines, Wait, waiting_for
 from verl.single_controller.errors import WorkerDiagnostics, WorkerGroupError, WorkerGroupStopped, WorkerTimeout
 
@@ -201,12 +201,8 @@ class Hosts(ABC):
     def _encoded(self, requests: Sequence[Request]) -> Sequence[Request]:
         if self.ledger is not None:
             return self.ledger.encoded(requests)
-        return [
-            request._replace(
-                args=tuple(map(_taken, request.args)), kwargs={k: _taken(v) for k, v in request.kwargs.items()}
-            )
-            for request in requests
-        ]
+        plain = [map_arguments(BatchPart, BatchPart.taken, request.args, request.kwargs) for request in requests]
+        return [request._replace(args=args, kwargs=kw) for request, (args, kw) in zip(requests, plain, strict=True)]
 
     def adopt(self, call: SplitCall, outputs: Sequence, result: Any) -> None:
         """Note which columns of a call's result its ranks have kept."""
@@ -584,8 +580,7 @@ def invoke(group, name: str, registration: Registration, args: tuple, kwargs: di
     mode = registration.mode
     # first of all: what follows looks at the number of rows
     if registration.materialize_futures:
-        args = tuple(value.get() if isinstance(value, DataProtoFuture) else value for value in args)
-        kwargs = {key: value.get() if isinstance(value, DataProtoFuture) else value for key, value in kwargs.items()}
+        args, kwargs = map_arguments(DataProtoFuture, lambda future: future.get(), args, kwargs)
     padding = partition = None
     if registration.balanced and mode.parts is not None:  # before columns are selected: it reads some of its own
         partition = plan_partition(args, kwargs, name, mode.parts(group))
@@ -600,7 +595,7 @@ def invoke(group, name: str, registration: Registration, args: tuple, kwargs: di
     if is_rank_zero or getattr(registration.dispatch_mode, "name", None) == "RANK_ZERO":
         if mode.dispatch_fn is not dispatch_all_to_all:  # the mode spread the arguments
             args, kwargs = tuple(arg[0] for arg in args), {key: value[0] for key, value in kwargs.items()}
-        args, kwargs = tuple(map(_taken, args)), {key: _taken(value) for key, value in kwargs.items()}
+        args, kwargs = map_arguments(BatchPart, BatchPart.taken, args, kwargs)
         run = group.execute_rank_zero_sync if registration.blocking else group.execute_rank_zero_async
         return run(name, *args, **kwargs)
     # a call that joins rows gives a GroupFuture, which can open shared memory; other futures go out as they are
@@ -623,10 +618,6 @@ def invoke(group, name: str, registration: Registration, args: tuple, kwargs: di
         return mode.collect_fn(group, group._hosts.as_futures(handles))
 
     return GroupFuture(collect, handles, wait_fn=group.wait)
-
-
-def _taken(value: Any) -> Any:
-    return value.taken() if isinstance(value, BatchPart) else value
 
 
 def _has_later_calls(args: tuple, kwargs: dict) -> bool:
