@@ -145,6 +145,12 @@ def test_a_classifier_on_servers_gives_the_score_of_each_response(short_pauses, 
         with pytest.raises(RewardServerError, match="response 0 of the batch has no score"):
             ServedRewardModel(config, TOKENIZER, router_of(config)).compute_rm_score(batch)
         close_router()
+    with served(lambda path, body: (401, {"error": "no key"})) as (url, seen):
+        config = RewardModelConfig(enable=True, server_urls=[url], model=config.model)
+        with pytest.raises(RewardServerError, match="key into the environment variable VERL_REWARD_API_KEY"):
+            ServedRewardModel(config, TOKENIZER, router_of(config)).compute_rm_score(batch)
+        assert len(seen) <= 3  # once a text at most: a refusal is not tried again
+        close_router()
 
 
 ENGINES = [pytest.param(name, marks=getattr(pytest.mark, name)) for name in ("vllm", "sglang")]

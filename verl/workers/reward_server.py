@@ -235,6 +235,8 @@ class ServedRewardModel:
                 "reward_model.router.server=sglang."
             ),
         )
+        if status in (401, 403):
+            way_out = f"Put the servers' key into the environment variable {self.config.router.api_key_env}."
         if self.config.runs_server:
             key, way_out = f"reward_model.rollout.name={self.config.rollout['name']}", "See the engine's output above."
         raise RewardServerError(f"{key}: response {number} of the batch has no score ({problem}). {way_out}")
