@@ -93,6 +93,9 @@ BAD = {
     "no agent outside": (
         [f"{ROLLOUT}.mode=async", f"{ROLLOUT}.agent.default_agent_loop=openai_agent"],
         "openai_agent.function=null: no agent is named"),
+    "an agent loop process without a request": (
+        [f"{ROLLOUT}.mode=async", f"{ROLLOUT}.agent.num_workers=4", f"{ROLLOUT}.max_running_requests=3"],
+        "max_running_requests=3 is less than"),
     "two agents outside": (
         [f"{ROLLOUT}.agent.openai_agent.function=a.py:b", f"{ROLLOUT}.agent.openai_agent.command=[b]"],
         "an episode has one agent"),

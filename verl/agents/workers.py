@@ -473,17 +473,9 @@ class AgentLoopWorkers:
         """Have the processes send their requests to these servers; returns the driver's client of them.
 
         Args:
-            max_running: requests under way at one server at most, of all processes.
-
-        Raises:
-            ValueError: not every process can have one of them.
+            max_running: requests under way at one server at most, of all processes; each has its part.
         """
         size = self.group.world_size
-        if max_running is not None and max_running < size:
-            raise ValueError(
-                f"actor_rollout_ref.rollout.max_running_requests={max_running} is less than agent.num_workers={size}, "
-                "of which each sends requests. Raise the first or lower the second."
-            )
         self._servers = (addresses, token, max_running and max_running // size)
         self._wait(self._begin())
         return WorkersClient(self, addresses, token, max_running)
