@@ -498,9 +498,12 @@ def _counts_from_zero(column: Ragged) -> bool:
     values = column.values
     if values.ndim != 1 or values.dtype != torch.int64:
         return False
-    rows = int(torch.searchsorted(column.layout.offsets[1:], _SAMPLE)) + 1
-    sample = CountedPositions(column.layout.slice(0, rows)).values
-    return torch.equal(sample, values[: len(sample)]) and torch.equal(CountedPositions(column.layout).values, values)
+    layout = column.layout
+    if values[layout.offsets[:-1][layout.lengths > 0]].any():
+        return False
+    rows = int(torch.searchsorted(layout.offsets[1:], _SAMPLE)) + 1
+    sample = CountedPositions(layout.slice(0, rows)).values
+    return torch.equal(sample, values[: len(sample)]) and torch.equal(CountedPositions(layout).values, values)
 
 
 def _form(values: Tensor, layout: Layout) -> _Encoded:
