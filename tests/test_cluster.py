@@ -108,7 +108,8 @@ def test_a_run_over_three_nodes_gives_the_numbers_of_one(trained, tmp_path):
     (file,) = trained.rglob("metrics.jsonl")
     last = read_metrics(file)[-1]["data"]
     for name in ("actor/grad_norm", "actor/pg_loss", "response_length/mean"):
-        assert last[name] == together.metrics[name], name
+        # two nodes hold replicas, one node slices: gradients are summed in another order
+        assert last[name] == pytest.approx(together.metrics[name], rel=1e-5, abs=1e-7), name
 
 
 @pytest.mark.ray

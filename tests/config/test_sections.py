@@ -15,6 +15,7 @@ from verl.config import BaseConfig
 from verl.config.base import Config, FreeDict, leaves
 from verl.config.command_line import all_keys
 from verl.config.describe import describe, explanation
+from verl.config.engine import FSDPConfig
 from verl.config.ppo import PPOConfig
 
 from .helpers import typed
@@ -162,3 +163,16 @@ def test_public_names_lead_to_the_classes():
     assert type(PPOConfig().actor_rollout_ref.actor) is importlib.import_module("verl.workers.config").FSDPActorConfig
     with pytest.raises(ValueError, match="gama is not an option; did you mean 'gamma'"):
         omega_conf_to_dataclass({"gama": 0.5}, AlgoConfig)
+
+
+def test_a_model_is_sharded_within_a_node_where_it_fits_a_third_of_the_devices():
+    gib, own = 1 << 30, FSDPConfig()
+    fits = {"world": 16, "per_node": 8, "state_bytes": 8 * 20 * gib, "device_bytes": 60 * gib}
+    assert own.group_size(**fits) == 8
+    assert own.group_size(**{**fits, "state_bytes": 8 * 20 * gib + 1}) == 16
+    assert own.group_size(**{**fits, "device_bytes": None}) == 16
+    for per_node in (16, 0, 6):  # one node; nodes of different sizes; not all of a node's
+        assert own.group_size(**{**fits, "per_node": per_node}) == 16
+    assert own.with_values({"fsdp_size": 4}).group_size(**fits) == 4
+    assert own.with_values({"fsdp_size": 32}).group_size(**fits) == 16
+    assert own.with_values({"offload_policy": True}).group_size(**fits) == 16

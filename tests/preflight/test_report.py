@@ -10,10 +10,11 @@ import pytest
 
 from verl.preflight.command import doctor as main
 from verl.preflight.command import run_or_examine
+from verl.preflight.estimates import memory_plan
 from verl.preflight.machine import containment_here
 from verl.trainer.main_ppo import run_ppo
 
-from .conftest import BASE, examined, make_rows
+from .conftest import BASE, examined, loaded_with, make_rows
 
 
 def numbers(*words):
@@ -64,6 +65,15 @@ def test_ranks_that_share_a_model_share_its_optimizer(there):
         for n in (1, 2)
     )
     assert one.parts["actor optimizer"] == 2 * two.parts["actor optimizer"]
+
+
+def test_nodes_that_hold_replicas_hold_more(there):
+    config = loaded_with("trainer.device=cuda", "trainer.nnodes=2", "trainer.n_gpus_per_node=2").config
+    large, small, unknown = (
+        next(row for row in memory_plan(config, size) if row.phase == "update actor").parts["actor optimizer"]
+        for size in (1 << 40, 1 << 10, None)
+    )
+    assert large == 2 * small == 2 * unknown
 
 
 def test_a_model_too_large_for_the_gpu_is_an_error(there, capsys):

@@ -76,6 +76,11 @@ class MixedPrecisionConfig(Config):
     """Format of buffers, such as rotary frequencies. No effect: they keep the format the model gives them."""
 
 
+_NODE_SHARE = 3
+"""A state sharded within a node takes at most one in so many parts of a device's memory: a critic may take as much, and
+rollout and activations need the rest."""
+
+
 @dataclass
 class FSDPConfig(Config):
     """Sharding, offload and number formats of one model."""
@@ -102,8 +107,11 @@ class FSDPConfig(Config):
     communication. Source: ZeRO stage 3, Rajbhandari et al. 2020 (arXiv:1910.02054)."""
 
     fsdp_size: int = -1
-    """Ranks per sharding group. -1: all of them. A smaller divisor of the world gives hybrid sharding (HSDP): shards
-    within a group, replicas between groups."""
+    """Ranks per sharding group. A smaller divisor of the world gives hybrid sharding (HSDP): shards within a group,
+    replicas between groups, and the network between nodes carries gradients alone, once a mini-batch. -1: the ranks of
+    a node where weights, gradients and optimizer state in so many parts take at most a third of a device's memory (on a
+    CPU of a rank's part of the node's), and ``offload_policy`` does not say that memory is short; else all ranks. The
+    log names the numbers. Source: Zhao et al. 2023, PyTorch FSDP, section 3.2.2 (arXiv:2304.11277)."""
 
     forward_prefetch: bool = False
     """Start to gather the next layer's parameters as soon as the current layer's have arrived: hides communication
@@ -125,6 +133,20 @@ class FSDPConfig(Config):
     mixed_precision: MixedPrecisionConfig | None = None
     """Number formats of a step. Null: the defaults of the section, bf16 compute with fp32 gradient sums, on CPU and
     CUDA alike. For plain fp32 set ``mixed_precision.param_dtype=fp32``."""
+
+    def group_size(self, world: int, per_node: int, state_bytes: int, device_bytes: int | None) -> int:
+        """Ranks that share one copy of a model's state, by ``fsdp_size``.
+
+        Args:
+            per_node: ranks of each node; 0 where nodes differ.
+            state_bytes: weights, gradients and optimizer state of the whole model.
+            device_bytes: memory of a device, or on a CPU of a rank; None: unknown.
+        """
+        if self.fsdp_size > 0:
+            return min(self.fsdp_size, world)
+        if not 0 < per_node < world or world % per_node or self.offload_policy or device_bytes is None:
+            return world
+        return per_node if state_bytes <= per_node * device_bytes // _NODE_SHARE else world
 
     @property
     def compute_dtype(self) -> str:

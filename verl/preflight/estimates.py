@@ -23,6 +23,7 @@ from verl.config.model_info import ModelShape, shape_of, teachers
 from verl.config.ppo import ACTOR, MODEL, REF, RM, ROLLOUT, TEACHER, PPOConfig
 from verl.preflight.engines import activation_ranks, rank_memory, recomputes_layers, row_ranks, zero_memory
 from verl.preflight.report import Number, PhaseMemory
+from verl.telemetry.memory import host_memory
 
 if TYPE_CHECKING:
     from verl.preflight.data import Preview
@@ -237,7 +238,7 @@ _LOGITS_CHUNK = {"cpu": 64 << 20, "cuda": 512 << 20}
 
 def memory_plan(config: PPOConfig, gpu_bytes: int | None = None) -> list[PhaseMemory]:
     """Return the bytes on one device (on a CPU: of one process) in each phase; empty without a local config.json."""
-    every = roles_memory(config)
+    every = roles_memory(config, gpu_bytes)
     apart = [role for role in every if role.key == TEACHER and config.teacher_processes]
     roles = {role.key: role for role in every if role not in apart}
     actor = roles.get(ACTOR)
@@ -450,14 +451,19 @@ class RoleMemory(NamedTuple):
     """Whether gradients are summed over ranks with the last micro-batch only."""
 
 
-def roles_memory(config: PPOConfig) -> list[RoleMemory]:
-    """Return every role with its own model and a local config.json."""
+def roles_memory(config: PPOConfig, gpu_bytes: int | None = None) -> list[RoleMemory]:
+    """Return every role with its own model and a local config.json.
+
+    Args:
+        gpu_bytes: memory of a device; None: unknown, and all ranks share one copy of a model.
+    """
     own, found = config.actor_rollout_ref.ref.model, []
     for key, place in sharded(config).items():
         # the reference of a policy with adapters is the policy without them
         borrows = key == REF and config.actor_rollout_ref.model.lora_rank and not (own is not None and own.path)
         names = teachers(config) if key == TEACHER else [] if borrows else [key.rpartition(".")[2]]
-        found += [_role(config, key, place, model) for name in names if (model := shape_of(config, name)) is not None]
+        shapes = filter(None, (shape_of(config, name) for name in names))
+        found += [_role(config, key, place, model, gpu_bytes) for model in shapes]
     return found
 
 
@@ -474,7 +480,7 @@ def trained_parameters(config: PPOConfig, key: str, model: ModelShape) -> int:
     return model.layers * rank * sides
 
 
-def _role(config: PPOConfig, key: str, place: str, model: ModelShape) -> RoleMemory:
+def _role(config: PPOConfig, key: str, place: str, model: ModelShape, gpu_bytes: int | None) -> RoleMemory:
     section, sharding = get_path(config, key), get_path(config, place)
     world = config.world_size_of(section)
     backend = backend_of(section.strategy, config.trainer.device, world)
@@ -494,7 +500,9 @@ def _role(config: PPOConfig, key: str, place: str, model: ModelShape) -> RoleMem
     elif section.strategy == "deepspeed":
         own, gathered, gradients, moments = zero_memory(section.deepspeed, numbers, trained, compute, kept, world)
     else:
-        ranks = world if sharding.fsdp_size < 1 else min(sharding.fsdp_size, world)
+        node = config.trainer.n_gpus_per_node
+        memory = host_memory() // node if config.trainer.device == "cpu" else gpu_bytes
+        ranks = sharding.group_size(world, node, own + gradients + moments, memory)
         # the outermost unit stays gathered during a pass, and two layers are gathered at a time
         needs_copy = ranks > 1 or compute != kept
         gathered = (_embeddings(model) + (2 if ranks > 1 else 1) * model.layer) * compute if needs_copy else 0

@@ -183,6 +183,11 @@ def current_device(device: str) -> torch.device:
     return torch.device("cuda", index)
 
 
+def device_memory(device: torch.device) -> int | None:
+    """Bytes of memory of a device; None where it is the host's."""
+    return torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
+
+
 def empty_cache(device: torch.device) -> None:
     """Return cached device memory to the driver; nothing on CPU."""
     if device.type == "cuda":

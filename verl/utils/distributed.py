@@ -105,6 +105,15 @@ def is_node_leader() -> bool:
     return int(os.environ.get("RAY_LOCAL_RANK") or os.environ.get("LOCAL_RANK") or get_rank()) == 0
 
 
+def ranks_per_node() -> int:
+    """Ranks of each node, where all nodes have as many and they are neighbours; else 0. All ranks call it together."""
+    names = ("RAY_LOCAL_RANK", "LOCAL_RANK"), ("RAY_LOCAL_WORLD_SIZE", "LOCAL_WORLD_SIZE")
+    place = [next((int(os.environ[name]) for name in kind if name in os.environ), -1) for kind in names]
+    places = all_gather_objects(place)
+    size = places[0][1]
+    return size if size > 0 and all(one == [rank % size, size] for rank, one in enumerate(places)) else 0
+
+
 def barrier() -> None:
     """Wait for all ranks."""
     if get_world_size() > 1:

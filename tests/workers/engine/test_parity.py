@@ -1,5 +1,7 @@
 """The sharded engine on one and two ranks does what the local one does."""
 
+import os
+
 import pytest
 import torch
 
@@ -15,7 +17,7 @@ SHARES = {1: [slice(0, 7)], 2: [slice(0, 2), slice(2, 7)], 3: [slice(0, 1), slic
 
 
 SHARDINGS = [
-    {"fsdp_size": 1},
+    {"fsdp_size": 1, "reduce_once": False},
     {"reshard_after_forward": False},
     {"fsdp_size": 2, "offload_policy": True},
     {"forward_prefetch": True, "reduce_once": False},
@@ -106,6 +108,21 @@ def test_responses_are_weighed_over_all_ranks(folder):
     [first, *_], *_ = three_steps("local", spec, loss, MicroBatching())
     for [theirs, *_], *_ in run_ranks(2, three_steps, "fsdp2", spec, loss, MicroBatching(size=2)):
         assert first == pytest.approx(theirs, rel=1e-5, abs=1e-6)
+
+
+def _layouts(folder):
+    def layout(**engine):
+        return build_engine("fsdp2", ModelSpec(folder), engine, optim_section(), total_steps=10).layout
+
+    os.environ.update(LOCAL_WORLD_SIZE="1", LOCAL_RANK="0")  # as on two nodes
+    found = [layout(), layout(fsdp_size=2), layout(offload_policy=True)]
+    os.environ.update(LOCAL_WORLD_SIZE="2", LOCAL_RANK=os.environ["RANK"])
+    return [*found, layout()]
+
+
+def test_nodes_hold_replicas_of_a_small_model_where_the_user_does_not_say(folder):
+    expected = ["fsdp2 2x1", "fsdp2 2", "fsdp2 2", "fsdp2 2"]
+    assert run_ranks(2, _layouts, folder) == [expected, expected]
 
 
 @pytest.mark.parametrize("config", SHARDINGS)

@@ -22,8 +22,15 @@ from verl.config.engine import FSDPConfig, MixedPrecisionConfig
 from verl.models.loader import cast_parameters, check_finite, empty_model, load_model, stored_model
 from verl.models.token_outputs import attach_token_outputs
 from verl.models.weight_files import WeightFiles
-from verl.utils.device import current_device, empty_cache, has_own_memory, move_optimizer_state
-from verl.utils.distributed import Topology, all_gather_objects, ensure_process_group
+from verl.telemetry.memory import host_memory
+from verl.utils.device import current_device, device_memory, empty_cache, has_own_memory, move_optimizer_state
+from verl.utils.distributed import (
+    Topology,
+    all_gather_objects,
+    all_reduce_numbers,
+    ensure_process_group,
+    ranks_per_node,
+)
 from verl.utils.fsdp_utils import (
     CPUOffloadPolicy,
     MixedPrecisionPolicy,
@@ -119,7 +126,7 @@ class FSDPEngine(Engine):
     def _shard(self, module: nn.Module, config: FSDPConfig, dtype: torch.dtype) -> nn.Module:
         """Shard ``module``, whose weights are of ``dtype`` and perhaps on the meta device."""
         options = {
-            "mesh": self._mesh(config.fsdp_size),
+            "mesh": self._mesh(module, config),
             "mp_policy": MixedPrecisionPolicy(**self._precision(config, dtype)),
             "reshard_after_forward": config.reshard_after_forward,
         }
@@ -132,8 +139,33 @@ class FSDPEngine(Engine):
         register_fsdp_forward_method(module, "token_outputs")
         return module
 
-    def _mesh(self, fsdp_size: int) -> DeviceMesh:
-        return create_device_mesh(self.topology.world_size, fsdp_size, self.device.type)
+    def _mesh(self, module: nn.Module, config: FSDPConfig) -> DeviceMesh:
+        """The mesh to shard ``module`` over; where nodes could hold replicas, the log says why they do or do not."""
+        world, per_node, state = self.topology.world_size, ranks_per_node(), self._state_bytes(module)
+        own = device_memory(self.device) or host_memory() // max(1, per_node)
+        [least] = all_reduce_numbers([-own], "max", None, self.device)
+        size = config.group_size(world, per_node, state, int(-least))
+        if config.fsdp_size < 1 and 0 < per_node < world and self.topology.rank == 0:
+            where = (
+                f"within nodes of {per_node} ranks, replicated on {world // size}" if size < world else "over all ranks"
+            )
+            logger.warning(
+                "fsdp_config.fsdp_size=%d: sharded %s. Weights, gradients and optimizer state are %.2f GiB, in %d "
+                "parts %.2f GiB a rank, which has %.2f GiB.",
+                config.fsdp_size,
+                where,
+                state / 2**30,
+                per_node,
+                state / per_node / 2**30,
+                -least / 2**30,
+            )
+        return create_device_mesh(world, size, self.device.type)
+
+    def _state_bytes(self, module: nn.Module) -> int:
+        """Weights, gradients and optimizer state of the whole ``module``."""
+        sizes = [(p.numel(), p.numel() * p.itemsize, self.is_trained and p.requires_grad) for p in module.parameters()]
+        small = self._optim_config is not None and self._optim_config.optimizer == "AdamW8bit"
+        return sum(size + trained * (size + (2 * numbers if small else 2 * size)) for numbers, size, trained in sizes)
 
     def _precision(self, config: FSDPConfig, dtype: torch.dtype) -> dict[str, Any]:
         """Return the precision of layers, if not the ``dtype`` of their weights, and of gradient reduction."""
@@ -176,6 +208,8 @@ class FSDPEngine(Engine):
     def _run_backward(self, loss: Tensor, is_last: bool) -> None:
         if self._reduce_once:
             self.module.set_requires_gradient_sync(is_last)
+        else:  # replicas, if there are any, are summed once: until then a rank holds the sum of its group
+            self.module.set_requires_all_reduce(is_last)
         loss.backward()
 
     def _after_infer(self) -> None:

@@ -33,7 +33,7 @@ from verl.config.engine import FSDPConfig
 from verl.models.loader import check_finite
 from verl.models.weight_files import WeightFiles
 from verl.models.weight_names import plain_name
-from verl.utils.fsdp_utils import full_model_state, tied_parameters, wrapped_units
+from verl.utils.fsdp_utils import create_device_mesh, full_model_state, tied_parameters, wrapped_units
 from verl.workers.engine.fsdp import FSDPEngine
 from verl.workers.engine.registry import register_engine
 
@@ -47,14 +47,15 @@ class FSDP1Engine(FSDPEngine):
     def _shard(self, module: nn.Module, config: FSDPConfig, dtype: torch.dtype) -> nn.Module:
         # every micro-batch reduces its gradient into the slices, where a step sums them
         self._reduce_once = False
-        mesh, units = self._mesh(config.fsdp_size), set(wrapped_units(module, config))
+        mesh, units = self._mesh(module, config), set(wrapped_units(module, config))
         self._is_whole = mesh.shape[-1] == 1
         replicated, sharded = ShardingStrategy.HYBRID_SHARD, ShardingStrategy.FULL_SHARD
         if not config.reshard_after_forward:
             replicated, sharded = ShardingStrategy._HYBRID_SHARD_ZERO2, ShardingStrategy.SHARD_GRAD_OP
         strategy = replicated if mesh.ndim == 2 else sharded
         if self._is_whole:
-            mesh, strategy = self._mesh(-1), ShardingStrategy.NO_SHARD
+            strategy = ShardingStrategy.NO_SHARD
+            mesh = create_device_mesh(self.topology.world_size, -1, self.device.type)
         module.forward = partial(_forward_or_token_outputs, module, module.forward)
         with _quiet():
             # under the name fully_shard would give it, which checkpoints record
@@ -119,6 +120,9 @@ class FSDP1Engine(FSDPEngine):
             if handle.uses_sharded_strategy:
                 handle.reshard(True)
                 handle._prefetched = False
+
+    def _run_backward(self, loss: Tensor, is_last: bool) -> None:
+        loss.backward()
 
     def optimizer_step(self) -> float:
         norm = float(self.module.clip_grad_norm_(math.inf if self.grad_clip is None else self.grad_clip))
