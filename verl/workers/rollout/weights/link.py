@@ -81,7 +81,9 @@ class WeightLink:
     def send(
         self, named_tensors: Iterable[tuple[str, Tensor]], version: int, bucket_bytes: int, dtype: torch.dtype
     ) -> TransferStats:
-        """Broadcast a full set of weights. Extra memory: one bucket, and the tensor that is being put into it.
+        """Broadcast a full set of weights; a bucket is gathered and laid out while the one before it travels.
+
+        Extra memory: two buckets, and the tensor that is being put into one.
 
         Args:
             named_tensors: checkpoint names and full tensors, tied duplicates left out.
@@ -96,14 +98,18 @@ class WeightLink:
         start, self.num_bytes = time.perf_counter(), 0
         sums: dict[str, Checksum] = {}
         self._send_message(_START, version)
+        under_way: dist.Work | None = None
         try:
             for layout, values in packed(with_checksums(named_tensors, dtype, sums), bucket_bytes):
+                self._arrive(under_way)
                 self._send_message(_BUCKET, layout)
-                self._broadcast_values(values)
+                under_way = self._start_values(values)
+            self._arrive(under_way)
         except WeightLinkError:
             raise
         except BaseException as error:
             with suppress(WeightLinkError):
+                self._arrive(under_way)
                 self._send_message(_BREAK, f"{type(error).__name__}: {error}")
             raise
         self._send_message(_END, finish(sums))
@@ -114,7 +120,8 @@ class WeightLink:
     def receive(self, rollout: RolloutEngine) -> Receipt:
         """Take the transfer the sender starts and make sure that ``rollout``, which must be awake, holds it.
 
-        Extra memory is one bucket. Afterwards ``rollout.version`` is the sender's; after any error it is None.
+        A bucket arrives while the one before it is loaded: extra memory is two. Afterwards ``rollout.version`` is the
+        sender's; after any error it is None.
 
         Raises:
             WeightSyncError: names the tensors that are missing, unknown, misshapen or differ.
@@ -141,20 +148,26 @@ class WeightLink:
 
     def _incoming(self, sums: dict[str, int]) -> Iterator[Bucket]:
         """The buckets as they arrive; puts the sender's checksums into ``sums`` at the end."""
-        while True:
-            kind, note = self._receive_message(_BUCKET, _END)
-            if kind == _END:
-                sums.update(note)
-                return
-            values = torch.empty(note["numel"], dtype=getattr(torch, note["dtype"]), device=self.device)
-            self._broadcast_values(values)
+        coming = self._announced(sums)
+        while coming is not None:
+            tensors, values, work = coming
+            self._arrive(work)
+            coming = self._announced(sums)  # it travels while this one is loaded
             bucket = [
-                (name, values[first : first + torch.Size(shape).numel()].view(shape))
-                for name, shape, first in note["tensors"]
+                (name, values[first : first + torch.Size(shape).numel()].view(shape)) for name, shape, first in tensors
             ]
             del values
             yield bucket
-            del bucket  # its memory must be free before the next one is made
+            del bucket  # its memory must be free before the one after the next is made
+
+    def _announced(self, sums: dict[str, int]) -> tuple[list, Tensor, dist.Work] | None:
+        """The layout of the next bucket, its memory and the broadcast that fills it; None after the last."""
+        kind, note = self._receive_message(_BUCKET, _END)
+        if kind == _END:
+            sums.update(note)
+            return None
+        values = torch.empty(note["numel"], dtype=getattr(torch, note["dtype"]), device=self.device)
+        return note["tensors"], values, self._start_values(values)
 
     # -- both ----------------------------------------------------------------------------------------------------------
 
@@ -181,10 +194,18 @@ class WeightLink:
         assert kind in expected, f"message {kind} where {expected} is due"
         return kind, note
 
-    def _broadcast_values(self, values: Tensor) -> None:
+    def _start_values(self, values: Tensor) -> dist.Work:
+        """Begin to broadcast a bucket; its memory stays as it is until `_arrive`."""
         with _peer_errors("broke"):
-            self._wait(self._data_group.broadcast(values.view(torch.uint8), 0))
+            work = self._data_group.broadcast(values.view(torch.uint8), 0)
         self.num_bytes += values.nbytes
+        return work
+
+    def _arrive(self, work: dist.Work | None) -> None:
+        """Wait for a bucket that is under way, if one is."""
+        if work is not None:
+            with _peer_errors("broke"):
+                self._wait(work)
 
     def _wait(self, work: dist.Work) -> None:
         """Wait until a broadcast of tensors is done here, at most the link's timeout.
@@ -209,9 +230,9 @@ class WeightLink:
 def packed(named_tensors: Iterable[tuple[str, Tensor]], bucket_bytes: int) -> Iterator[tuple[dict[str, Any], Tensor]]:
     """Lay tensors of one type side by side until the next does not fit; yields what lies where, and the values.
 
-    The values are good until the next bucket is requested: there is one buffer for all of them.
+    The values are good until the bucket after the next is requested: two buffers take turns.
     """
-    buffer, filled = torch.empty(0), 0
+    buffer, other, filled = torch.empty(0), torch.empty(0), 0
     tensors: list[tuple[str, list[int], int]] = []
 
     def layout(dtype: torch.dtype, numel: int) -> dict[str, Any]:
@@ -223,6 +244,7 @@ def packed(named_tensors: Iterable[tuple[str, Tensor]], bucket_bytes: int) -> It
         first = -(-filled // step) * step
         if tensors and (values.dtype != buffer.dtype or (first + values.numel()) * values.itemsize > bucket_bytes):
             yield layout(buffer.dtype, filled), buffer[:filled]
+            buffer, other = other, buffer
             tensors, filled, first = [], 0, 0
         tensors.append((name, list(tensor.shape), first))
         if values.nbytes > bucket_bytes:  # it travels alone, from its own memory
