@@ -35,6 +35,8 @@ VARIANTS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "fsdp": ("fsdp", {}, {}),
     "prefetch": ("fsdp2", {"forward_prefetch": True}, {}),
     "keep gathered": ("fsdp2", {"reshard_after_forward": False}, {}),
+    "compiled layers": ("fsdp2", {}, {"compile_layers": True}),
+    "compiled layers, local": ("local", {}, {"compile_layers": True}),
     "offload policy": ("fsdp2", {"offload_policy": True}, {}),
     "keep activations": ("fsdp2", {}, {"gradient_checkpointing": False}),
     "offload activations": ("fsdp2", {}, {"activation_offload": True}),
@@ -114,6 +116,7 @@ def chosen_engines(args: argparse.Namespace, device: torch.device) -> list[str]:
         return args.variants.split(",")
     alone = get_world_size() == 1
     useless = {"local"} if not alone else {"fsdp", "prefetch", "keep gathered"}
+    useless |= {"compiled layers, local"} if device.type == "cuda" or not alone else {"compiled layers"}
     useless |= {"fsdp", "offload policy", "offload activations"} if device.type == "cpu" else set()
     return [name for name in VARIANTS if name not in useless]
 

@@ -81,7 +81,7 @@ reward_model.n_gpus_per_node reward_model.rollout reward_model.use_reward_loop
 reward_model.on_error reward_model.reward_kwargs reward_model.by_source reward_model.max_errors reward_model.self_test
 actor_rollout_ref.model.lora_adapter_path actor_rollout_ref.rollout.lora_sync critic.model.exclude_modules
 critic.model.lora_adapter_path
-actor_rollout_ref.model.use_prefix_sharing critic.model.use_prefix_sharing
+actor_rollout_ref.model.compile_layers actor_rollout_ref.model.use_prefix_sharing critic.model.use_prefix_sharing
 trainer.controller trainer.log_freq trainer.nonfinite_tolerance trainer.progress_bar trainer.seed
 trainer.max_restarts trainer.restart_wait
 trainer.show_samples trainer.tracker_kwargs trainer.tracker_timeout trainer.worker_timeout
@@ -160,9 +160,10 @@ CHANGED = {
     "actor_rollout_ref.rollout.name": "vllm",
     "actor_rollout_ref.rollout.enforce_eager": False,
     "actor_rollout_ref.rollout.agent.num_workers": 1,
+    "actor_rollout_ref.model.use_liger": None,
 }
-"""The default of v0.5.0, before and after which verl asks for a name; that of v0.6.0 and later; and the driver's own
-event loop, which is enough for most runs."""
+"""The default of v0.5.0, before and after which verl asks for a name; that of v0.6.0 and later; the driver's own event
+loop, which is enough for most runs; and liger where it can be."""
 
 
 def _value(text):

@@ -233,6 +233,11 @@ BAD = {
     "unknown KL": ([f"{ACTOR}.kl_loss_type=banana"], "kl_loss_type=banana must be one of kl"),
     "unknown aggregation": ([f"{ACTOR}.loss_agg_mode=token_mean"], "did you mean 'token-mean'"),
     "unknown schedule": ([f"{ACTOR}.optim.warmup_style=cosin"], "did you mean 'cosine'"),
+    "compiled layers that liger computes": (
+        [f"{MODEL}.compile_layers=true", f"{MODEL}.use_liger=true"], "compile_layers=true with actor_"),
+    "compiled layers of ZeRO 3": (
+        [f"{ACTOR}.strategy=deepspeed", f"{ACTOR}.deepspeed.zero_stage=3", f"{MODEL}.compile_layers=true"],
+        "deepspeed.zero_stage=3: ZeRO gathers weights inside of layers"),
     "liger without CUDA": (
         ["trainer.device=cpu", f"{MODEL}.use_liger=true"], "use_liger=true with trainer.device=cpu: liger's Triton"),
     "triton without CUDA": (

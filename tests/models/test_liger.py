@@ -8,7 +8,7 @@ from tests.config.helpers import typed
 from tests.support.tiny_models import make_tiny_model
 from verl.models import liger
 from verl.models.loader import ModelSpec, load_model
-from verl.workers.engine import build_engine
+from verl.workers.engine import build_engine, registry
 from verl.workers.roles import model_spec
 
 
@@ -57,6 +57,30 @@ def test_a_missing_package_is_named_with_the_way_to_get_it(monkeypatch):
     monkeypatch.setattr(liger, "find_spec", lambda name: None)
     with pytest.raises(ImportError, match=r"use_liger=true needs .*install -e '[^']*\[liger\]'`, or set it to false"):
         liger.check_liger("use_liger=true", "cuda", "set it to false")
+
+
+@pytest.mark.parametrize(
+    "device, family, is_compiled, is_on, reason",
+    [
+        ("cuda", "qwen2", False, True, "use_liger=false to train without"),
+        ("cpu", "qwen2", False, False, "do not run on cpu"),
+        ("cuda", "cohere", False, False, "no layers for models of type 'cohere'"),
+        ("cuda", "qwen2", True, False, "torch.compile fuses the layers"),
+    ],
+)
+def test_null_is_on_where_it_can_be(monkeypatch, patches, device, family, is_compiled, is_on, reason):
+    monkeypatch.setattr(liger, "find_spec", lambda name: name)
+    found, why = liger.choose_liger(device, family, is_compiled)
+    assert found is is_on and reason in why
+    monkeypatch.setattr(liger, "find_spec", lambda name: None)
+    assert not liger.choose_liger(device, family)[0]
+
+
+def test_null_reaches_an_engine_as_off_on_a_cpu_and_false_is_never_asked(tmp_path, monkeypatch):
+    monkeypatch.setattr(registry, "choose_liger", lambda *given: pytest.fail("asked where the answer is known"))
+    assert build_engine("local", ModelSpec(make_tiny_model(tmp_path), use_liger=None)).spec.use_liger is False
+    spec = ModelSpec("/nowhere", use_liger=None)
+    assert registry._chooses_liger(spec, "megatron", "cuda") is False
 
 
 @pytest.mark.parametrize("is_on", ["true", "false"])

@@ -85,9 +85,16 @@ class ModelConfig(Config):
     """Folder of an adapter in peft's format to go on from; ``lora_rank``, ``lora_alpha`` and ``target_modules`` must
     be those it was trained with."""
 
-    use_liger: bool = False
+    use_liger: bool | None = None
     """Let the Triton kernels of liger-kernel (``pip install -e '.[liger]'``) compute norms, gated MLPs and the rotary
-    embedding of actor and reference; on CUDA only. Source: Hsu et al. 2024 (arXiv:2410.10989)."""
+    embedding of actor and reference; on CUDA only. Null: where the device is CUDA, the package is installed and it
+    knows the model's family, unless ``compile_layers``; the run says which. Source: Hsu et al. 2024
+    (arXiv:2410.10989)."""
+
+    compile_layers: bool = False
+    """Compile the layers of actor and reference with torch.compile, on CUDA or CPU: minutes at the start, and again at
+    the first update; less time in each step where layers are bound by memory. Needs a compiler on every node. Not with
+    ``use_liger=true``, ``strategy=megatron`` or ZeRO stage 3."""
 
     use_fused_kernels: bool = False
     """Compute log-probs and entropy from hidden states without whole logits. Always so here: true adds the choice of

@@ -37,6 +37,30 @@ def check_liger(option: str, device: str, instead: str) -> None:
 # -- layers -------------------------------------------------------------------------------------------------------
 
 
+def choose_liger(device: str, model_type: str, is_compiled: bool = False) -> tuple[bool, str]:
+    """Decide ``model.use_liger=null``, and say why.
+
+    Args:
+        is_compiled: whether torch.compile fuses the layers' operations.
+    """
+    if device != "cuda":
+        return False, f"its kernels do not run on {device}"
+    if is_compiled:
+        return False, "torch.compile fuses the layers (model.compile_layers=true)"
+    if find_spec("liger_kernel") is None:
+        return False, f"the package liger-kernel is not installed (`{install_command('liger')}`)"
+    if model_type not in known_families():
+        return False, f"it has no layers for models of type {model_type!r}"
+    return True, "set model.use_liger=false to train without"
+
+
+def known_families() -> frozenset[str]:
+    """Types of models that liger-kernel has layers for."""
+    from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN
+
+    return frozenset(MODEL_TYPE_TO_APPLY_LIGER_FN)
+
+
 def use_liger_layers(model: Any) -> None:
     """Replace the norms, gated MLPs and rotary embedding of ``model`` by liger's; weights keep their names.
 
@@ -46,13 +70,13 @@ def use_liger_layers(model: Any) -> None:
     Raises:
         ValueError: liger does not support the family.
     """
-    from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN, _apply_liger_kernel_to_instance
+    from liger_kernel.transformers.monkey_patch import _apply_liger_kernel_to_instance
 
     kind = model.config.model_type
-    if kind not in MODEL_TYPE_TO_APPLY_LIGER_FN:
+    if kind not in known_families():
         raise ValueError(
             f"model.use_liger=true: liger-kernel has no layers for models of type {kind!r}, only for "
-            f"{', '.join(sorted(MODEL_TYPE_TO_APPLY_LIGER_FN))}. Set use_liger=false."
+            f"{', '.join(sorted(known_families()))}. Set use_liger=false."
         )
     names = vars(sys.modules[type(model).__module__])
     classes = {name: value for name, value in names.items() if isinstance(value, type)}

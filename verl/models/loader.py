@@ -145,8 +145,11 @@ class ModelSpec:
     """Fuse the operations on logits with torch.compile; on CUDA only."""
     head_backend: Literal["torch", "triton"] = "torch"
     """Kernel for logits where no entropy is requested; ``triton``: liger's, on CUDA only."""
-    use_liger: bool = False
-    """Compute norms, gated MLPs and the rotary embedding with liger's kernels; on CUDA only."""
+    use_liger: bool | None = False
+    """Compute norms, gated MLPs and the rotary embedding with liger's kernels; on CUDA only. None: ``build_engine``
+    decides."""
+    compile_layers: bool = False
+    """The engine compiles each decoder layer with torch.compile, on any device."""
     lora: LoRASpec | None = None
     """Train an adapter and freeze the rest; None trains everything."""
     freeze_vision_tower: bool = False

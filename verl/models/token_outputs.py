@@ -91,16 +91,15 @@ class _CPUBlocks:
     ) -> tuple[Tensor, Tensor, Tensor]:
         first, second = self._first[: len(raw)], self._second[: len(raw)]
         x, _ = self._logits(raw, transform)
-        top = x.amax(-1, keepdim=True)
-        x = torch.sub(x, top, out=first)
         target_logits = x.gather(1, targets[:, None]).squeeze(1)
-        # exp, not softmax, which torch computes with fewer digits; the same with entropy and without, since old
-        # log-probs are scored with it and an update may do without: their ratio is exactly 1
-        p = torch.exp(x, out=second)
-        total = p.sum(-1)
-        log_total = torch.log(total)
-        entropy = log_total - p.mul_(x).sum(-1) / total if want_entropy else torch.zeros_like(total)
-        return target_logits - log_total, log_total + top.squeeze(1), entropy
+        # the same with entropy and without, since old log-probs are scored with it and an update may do without: their
+        # ratio is exactly 1. The exp within both functions takes half the time of torch.exp
+        log_p = torch.log_softmax(x, -1, out=second)
+        log_probs = log_p.gather(1, targets[:, None]).squeeze(1)
+        entropy = torch.zeros_like(log_probs)
+        if want_entropy:
+            entropy = torch.softmax(log_p, -1, out=first).mul_(log_p).sum(-1).neg_()
+        return log_probs, target_logits - log_probs, entropy
 
     def grad(
         self,
@@ -116,9 +115,9 @@ class _CPUBlocks:
         """Write the gradient to ``out`` (t, V), which may be ``raw``."""
         first, second = self._first[: len(raw)], self._second[: len(raw)]
         x, derivative = self._logits(raw, transform)
-        log_p = torch.sub(x, normaliser[:, None], out=first)
-        p, factor = torch.exp(log_p, out=second), -grad[:, None]
+        p, factor = torch.softmax(x, -1, out=second), -grad[:, None]
         if grad_entropy is not None:
+            log_p = torch.sub(x, normaliser[:, None], out=first)
             factor = log_p.mul_(-grad_entropy[:, None]).sub_((grad + grad_entropy * entropy)[:, None])
         by_x = torch.mul(p, factor, out=out if out.dtype == p.dtype else p)
         by_x.scatter_add_(1, targets[:, None], grad[:, None])

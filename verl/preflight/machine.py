@@ -167,6 +167,17 @@ def gpu_memory_here() -> int | None:
     return (_gpus() or [None])[0] or None if os.environ.get("CUDA_VISIBLE_DEVICES") != "" else None
 
 
+def _missing_compiler(config: PPOConfig) -> Iterator[Problem]:
+    """What torch.compile lacks here."""
+    from verl.models.compilation import check_compiler
+
+    key = f"{MODEL}.compile_layers"
+    try:
+        check_compiler(f"{key}=true", config.trainer.device, "set it to false")
+    except RuntimeError as error:
+        yield Problem(key, str(error))
+
+
 def missing_packages(config: PPOConfig, machine: Machine) -> Iterator[Problem]:
     """Find optional packages that the configuration needs and that are not installed here."""
     loggers, shared = config.trainer.logger, config.actor_rollout_ref
@@ -193,6 +204,8 @@ def missing_packages(config: PPOConfig, machine: Machine) -> Iterator[Problem]:
                 packages[f"{key}.lora_rank"] = "peft"
         if shared.model.use_liger:
             packages[f"{MODEL}.use_liger"] = "liger_kernel"
+        if shared.model.compile_layers:
+            yield from _missing_compiler(config)
         for key, package in packages.items():
             install = install_command("megatron" if package in _MEGATRON else package.partition("_")[0])
             required.append((key, get_path(config, key), package, install, "choose another"))

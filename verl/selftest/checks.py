@@ -106,10 +106,10 @@ def try_head(at: At) -> Found:
 
 @trial("compile", "the same under torch.compile (use_torch_compile)", 150)
 def try_compile(at: At) -> Found:
-    import shutil
+    from verl.models.compilation import missing_for_compile
 
-    if not at.is_cuda and not (shutil.which("g++") or shutil.which("clang++") or os.environ.get("CXX")):
-        raise CannotRun("torch.compile on a CPU needs a C++ compiler")
+    if missing := missing_for_compile(at.device):
+        raise CannotRun(f"torch.compile needs {missing}")
     return _head(at, compiled=True)
 
 

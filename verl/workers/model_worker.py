@@ -331,7 +331,7 @@ def model_spec(
     if isinstance(model, CriticModelConfig):
         return spec
     backend = model.fused_kernel_options.impl_backend if model.use_fused_kernels else "torch"
-    return replace(spec, use_liger=model.use_liger, head_backend=backend)
+    return replace(spec, use_liger=model.use_liger, head_backend=backend, compile_layers=model.compile_layers)
 
 
 def lora_spec(model: ModelConfig | CriticModelConfig, freeze_vision_tower: bool = False) -> LoRASpec | None:

@@ -209,6 +209,19 @@ def learning_rate_falls_no_lower_than_itself(config: PPOConfig) -> Iterator[Prob
 
 
 @validator("error")
+def compiled_layers_are_pytorchs(config: PPOConfig) -> Iterator[Problem]:
+    key, model = f"{MODEL}.compile_layers", config.actor_rollout_ref.model
+    if model.compile_layers and model.use_liger:
+        text = f"with {MODEL}.use_liger=true: both fuse the operations of layers. Leave {MODEL}.use_liger null, or off."
+        yield problem(config, key, text, f"{MODEL}.use_liger")
+    for role in zero_roles(config) if model.compile_layers else ():
+        stage = f"{role.key}.deepspeed.zero_stage"
+        if role.key in (ACTOR, REF) and role.section.deepspeed.zero_stage == 3:
+            text = f"with {stage}=3: ZeRO gathers weights inside of layers, out of torch.compile's sight. Use fsdp2."
+            yield problem(config, key, text, stage)
+
+
+@validator("error")
 def triton_kernels_require_cuda(config: PPOConfig) -> Iterator[Problem]:
     model, device = config.actor_rollout_ref.model, config.trainer.device
     is_triton = model.use_fused_kernels and model.fused_kernel_options.impl_backend == "triton"

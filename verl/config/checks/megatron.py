@@ -185,6 +185,7 @@ def not_built_on_megatron(config: PPOConfig) -> Iterator[Problem]:
             (f"{MODEL}.use_prefix_sharing", model.use_prefix_sharing, "rows do not share prompts there. Set it to "
              "false"),
             (f"{MODEL}.use_liger", model.use_liger, "its modules are megatron-core's own. Set it to false"),
+            (f"{MODEL}.compile_layers", model.compile_layers, "its modules are megatron-core's own. Set it to false"),
             (f"{MODEL}.enable_activation_offload", model.enable_activation_offload, (
                 f"set {ACTOR}.megatron.override_transformer_config.recompute_granularity=full with "
                 "recompute_method=uniform and recompute_num_layers=1, and this to false")),

@@ -182,7 +182,8 @@ def use_short_sequence_attention(model: Any) -> bool:
 
     if model.config._attn_implementation != "sdpa":
         return False
-    AttentionInterface.register(NAME, short_sequence_attention_forward)
+    if NAME not in AttentionInterface():  # compiled layers call another form of it
+        AttentionInterface.register(NAME, short_sequence_attention_forward)
     AttentionMaskInterface.register(NAME, ALL_MASK_ATTENTION_FUNCTIONS["sdpa"])
     model.set_attn_implementation(NAME)
     return True

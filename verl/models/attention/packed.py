@@ -90,7 +90,8 @@ def use_packed_attention(model: Any) -> None:
     """Switch the text layers of ``model`` to this attention; its vision tower keeps its own."""
     from transformers import AttentionInterface
 
-    AttentionInterface.register(NAME, packed_attention_forward)
+    if NAME not in AttentionInterface():  # compiled layers call another form of it
+        AttentionInterface.register(NAME, packed_attention_forward)
     if is_vision_language(model.config):
         model.set_attn_implementation({"text_config": NAME})
         slice_language_model(model)

@@ -28,6 +28,7 @@ from verl.config.engine import FSDPConfig, OptimConfig
 from verl.models.activation_memory import ActivationOffload, Recompute
 from verl.models.attention.kernels import use_short_sequence_attention
 from verl.models.attention.packed import check_packable
+from verl.models.compilation import compile_layers
 from verl.models.distributions import TopTokens
 from verl.models.heads import OutputHead, check_score_head, detect_output_head, score_layer
 from verl.models.loader import ModelSpec, source_dtype
@@ -416,6 +417,8 @@ class Engine(EngineState):
         state = random_state(self.device)
         check_forward_passes(self)
         set_random_state(state, self.device)
+        if self.spec.compile_layers:  # not before: the passes above would each compile graphs of their own
+            compile_layers(self.module)
 
     def shard_sequence(self, micro: MicroBatch) -> MicroBatch:
         """Return ``micro`` on the device, with this rank's shard of its sequence."""

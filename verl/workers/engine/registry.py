@@ -8,13 +8,16 @@ from __future__ import annotations
 import importlib
 import logging
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from verl.config.engine import FSDPConfig, OptimConfig
-from verl.models.liger import check_liger
-from verl.models.loader import ModelSpec
+from verl.models.compilation import check_compiler
+from verl.models.liger import check_liger, choose_liger
+from verl.models.loader import ModelSpec, load_config
+from verl.utils.distributed import get_rank
 
 if TYPE_CHECKING:
     from verl.workers.engine.engine import Engine
@@ -100,6 +103,10 @@ def build_engine(
             f"l2_coef={l2_coef} with strategy={strategy}: this engine keeps weights and gradients in flat pieces and "
             "does not add the term. Use optim.weight_decay, or strategy=fsdp2 or local."
         )
+    if spec.use_liger is None:
+        spec = replace(spec, use_liger=_chooses_liger(spec, strategy, device))
+    if spec.compile_layers:
+        _check_compiled(spec, strategy, backend_config, device)
     if spec.use_liger:
         check_liger("model.use_liger=true", device, "set use_liger=false")
     if spec.head_backend == "triton":
@@ -129,3 +136,30 @@ def build_engine(
         seed=seed,
         sp_size=sp_size,
     )
+
+
+def _chooses_liger(spec: ModelSpec, strategy: str, device: str) -> bool:
+    """Decide ``use_liger=None``, and say so on a device where it could be."""
+    if device != "cuda" or strategy == "megatron":
+        return False
+    is_on, reason = choose_liger(device, load_config(spec).model_type, spec.compile_layers)
+    if get_rank() == 0:
+        print(f"{spec.path}: liger-kernel is {'on' if is_on else 'off'}: {reason}", flush=True)
+    return is_on
+
+
+def _check_compiled(spec: ModelSpec, strategy: str, backend_config: Any, device: str) -> None:
+    """Refuse ``compile_layers`` with what it was not made for, or without a compiler."""
+    option, instead = "model.compile_layers=true", "set model.compile_layers=false"
+    stage = getattr(backend_config, "zero_stage", 0)
+    if strategy == "megatron" or strategy == "deepspeed" and stage == 3:
+        raise ValueError(
+            f"{option} with strategy={strategy}{' and zero_stage=3' * bool(stage)}: it gathers weights inside of "
+            f"layers, where torch.compile cannot follow. Use strategy=fsdp2, or {instead}."
+        )
+    if spec.use_liger:
+        raise ValueError(
+            f"{option} with model.use_liger=true: both fuse the operations of layers. Leave use_liger null or false, "
+            f"or {instead}."
+        )
+    check_compiler(option, device, instead)
