@@ -34,6 +34,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "fsdp2": ("fsdp2", {}, {}),
     "fsdp": ("fsdp", {}, {}),
     "prefetch": ("fsdp2", {"forward_prefetch": True}, {}),
+    "gather often": ("fsdp2", {"gather_once": False}, {}),
     "keep gathered": ("fsdp2", {"reshard_after_forward": False}, {}),
     "compiled layers": ("fsdp2", {}, {"compile_layers": True}),
     "compiled layers, local": ("local", {}, {"compile_layers": True}),
@@ -115,7 +116,7 @@ def chosen_engines(args: argparse.Namespace, device: torch.device) -> list[str]:
             raise SystemExit(f"--variants {unknown[0]!r} is unknown: choose from {', '.join(VARIANTS)}")
         return args.variants.split(",")
     alone = get_world_size() == 1
-    useless = {"local"} if not alone else {"fsdp", "prefetch", "keep gathered"}
+    useless = {"local"} if not alone else {"fsdp", "prefetch", "gather often", "keep gathered"}
     useless |= {"compiled layers, local"} if device.type == "cuda" or not alone else {"compiled layers"}
     useless |= {"fsdp", "offload policy", "offload activations"} if device.type == "cpu" else set()
     return [name for name in VARIANTS if name not in useless]

@@ -89,7 +89,8 @@ trainer.halt_on trainer.checkpoint_callback_class
 ray_init.runtime_env trainer.log_dir trainer.unread_keys trainer.weight_sync_freq
 """.split()
 NEW_KEYS += [
-    f"{role}.fsdp_config.full_determinism"
+    f"{role}.fsdp_config.{name}"
+    for name in ("full_determinism", "gather_once")
     for role in ("actor_rollout_ref.actor", "actor_rollout_ref.ref", "critic.model", "reward_model.model")
 ]
 _FREE = "teacher.megatron.override_transformer_config"

@@ -284,6 +284,8 @@ BAD = {
         "needs fsdp2, and actor_rollout_ref.actor.strategy=fsdp1"),
     "one reduction with the other sharding": (
         [f"{ACTOR}.fsdp_config.reduce_once=true", f"{ACTOR}.strategy=fsdp1"], "reduce_once=true needs fsdp2: FSDP1"),
+    "one gathering with the other sharding": (
+        [f"{ACTOR}.fsdp_config.gather_once=true", f"{ACTOR}.strategy=fsdp1"], "gather_once=true needs fsdp2: FSDP1"),
     "local strategy on two workers": ([f"{ACTOR}.strategy=local"], "runs in one process, but there are 2"),
     "servers that other nodes cannot reach": (
         ["trainer.nnodes=2", f"{ROLLOUT}.mode=async", f"{ROLLOUT}.server_host=127.0.0.1"],
@@ -495,6 +497,7 @@ BUILT = [
     [f"{ACTOR}.strategy=fsdp2", f"{ACTOR}.fsdp_config.offload_policy=true"], [f"{ACTOR}.strategy=fsdp1"],
     [f"{ACTOR}.strategy=fsdp", f"{ACTOR}.fsdp_config.offload_policy=true"],
     [f"{ACTOR}.fsdp_config.forward_prefetch=true", f"{ACTOR}.fsdp_config.reduce_once=true"],
+    [f"{ACTOR}.fsdp_config.gather_once=true"],
     ["actor_rollout_ref.model.enable_activation_offload=true"],
     ["actor_rollout_ref.model.use_shm=true", "critic.model.use_shm=true"],
     [f"{ACTOR}.use_dynamic_bsz=true"], [f"{MODEL}.use_fused_kernels=true"], [f"{MODEL}.use_liger=true"],

@@ -29,7 +29,7 @@ class StrategyTraits(NamedTuple):
 
 
 _SHARDING = (
-    "reshard_after_forward", "fsdp_size", "forward_prefetch", "reduce_once", "offload_policy",
+    "reshard_after_forward", "fsdp_size", "forward_prefetch", "reduce_once", "gather_once", "offload_policy",
     "wrap_policy.min_num_params", "wrap_policy.transformer_layer_cls_to_wrap",
 )  # fmt: skip
 STRATEGIES: dict[str, StrategyTraits] = {
@@ -121,6 +121,12 @@ class FSDPConfig(Config):
     """Sum gradients over ranks once a mini-batch instead of once a micro-batch: less communication, and meanwhile every
     rank holds whole gradients in fp32, 4 bytes a weight. Needs ``strategy=fsdp2``. Null: on a CPU device, where gloo is
     slow. Changes no number but by rounding."""
+
+    gather_once: bool | None = None
+    """Cast and gather weights once a mini-batch, or once a pass that scores a batch, instead of for the forward and
+    again for the backward pass of every micro-batch: less communication, and meanwhile every rank holds whole weights
+    in ``mixed_precision.param_dtype``; ``reshard_after_forward`` has no effect then. Needs ``strategy=fsdp2``. Null: on
+    a CPU device, where gloo is slow. Changes no number."""
 
     full_determinism: bool = False
     """Use only algorithms of torch, cuBLAS and flash-attn that repeat bit for bit, so that two runs on one machine are

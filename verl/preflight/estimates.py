@@ -506,6 +506,9 @@ def _role(config: PPOConfig, key: str, place: str, model: ModelShape, gpu_bytes:
         # the outermost unit stays gathered during a pass, and two layers are gathered at a time
         needs_copy = ranks > 1 or compute != kept
         gathered = (_embeddings(model) + (2 if ranks > 1 else 1) * model.layer) * compute if needs_copy else 0
+        once = sharding.get("gather_once")
+        if (config.trainer.device == "cpu" if once is None else once) and section.strategy != "fsdp1" and needs_copy:
+            gathered = numbers * compute  # all layers, until the mini-batch is done
     offloads = config.trainer.device != "cpu"
     keeps_gradients = not offloads and backend == "local" and compute != kept
     keeps_gradients |= section.strategy == "megatron" and not (offloads and section.megatron.grad_offload)

@@ -18,9 +18,9 @@ SHARES = {1: [slice(0, 7)], 2: [slice(0, 2), slice(2, 7)], 3: [slice(0, 1), slic
 
 SHARDINGS = [
     {"fsdp_size": 1, "reduce_once": False},
-    {"reshard_after_forward": False},
+    {"reshard_after_forward": False, "gather_once": False},
     {"fsdp_size": 2, "offload_policy": True},
-    {"forward_prefetch": True, "reduce_once": False},
+    {"forward_prefetch": True, "reduce_once": False, "gather_once": False},
 ]
 
 
@@ -140,6 +140,24 @@ def test_bf16_compute_on_one_rank_is_bit_equal_to_the_local_engine(folder):
     results = run_ranks(1, three_steps, "fsdp2", spec, ppo_loss(), MicroBatching(size=3))
     assert results[0][0] == steps
     assert torch.equal(results[0][1], scores) and torch.equal(results[0][2], weights)
+
+
+def _steps_with_collectives(spec, config):
+    """`three_steps`, and how many units were gathered for them."""
+    from torch.distributed.fsdp._fully_shard import _fsdp_param_group as groups
+
+    gathers, plain = [], groups.foreach_all_gather
+    groups.foreach_all_gather = lambda *args, **options: gathers.append(1) or plain(*args, **options)
+    steps, scores, weights, _ = three_steps("fsdp2", spec, ppo_loss(), MicroBatching(size=1), config)
+    return steps, scores, weights, len(gathers)
+
+
+def test_weights_gathered_once_a_mini_batch_give_the_same_bits(folder):
+    spec = ModelSpec(folder, compute_dtype="bf16")
+    found = [run_ranks(2, _steps_with_collectives, spec, {"gather_once": once})[0] for once in (False, True)]
+    (plain, *tensors, often), (once, *same, seldom) = found
+    assert once == plain and all(map(torch.equal, tensors, same))
+    assert 0 < 3 * seldom < often
 
 
 def _nan_on_rank_one(spec):

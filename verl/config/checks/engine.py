@@ -97,11 +97,12 @@ def offload_policy_requires_fsdp2(config: PPOConfig) -> Iterator[Problem]:
 
 
 @validator("error")
-def reduce_once_requires_fsdp2(config: PPOConfig) -> Iterator[Problem]:
+def once_a_mini_batch_requires_fsdp2(config: PPOConfig) -> Iterator[Problem]:
     for role in engine_roles(config):
-        if role.section.strategy == "fsdp1" and role.sharding.reduce_once:
-            text = f"needs fsdp2: FSDP1 reduces each micro-batch. Set {role.key}.strategy=fsdp2, or leave it null."
-            yield problem(config, f"{role.place}.reduce_once", text, f"{role.key}.strategy")
+        for name, verb in (("reduce_once", "reduces"), ("gather_once", "gathers for")):
+            if role.section.strategy == "fsdp1" and role.sharding[name]:
+                text = f"needs fsdp2: FSDP1 {verb} each micro-batch. Set {role.key}.strategy=fsdp2, or leave it null."
+                yield problem(config, f"{role.place}.{name}", text, f"{role.key}.strategy")
 
 
 @validator("error")

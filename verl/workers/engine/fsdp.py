@@ -77,6 +77,7 @@ class FSDPEngine(Engine):
         self._offload_params = moves and config.param_offload
         self._offload_optimizer = moves and config.optimizer_offload
         self._reduce_once = self.device.type == "cpu" if config.reduce_once is None else config.reduce_once
+        self._gather_once = self.device.type == "cpu" if config.gather_once is None else config.gather_once
         self.module = self._sharded_model(config, seed)
         self._prepare()
         self._after_infer()
@@ -130,12 +131,12 @@ class FSDPEngine(Engine):
         if found := next(filter(None, problems), None):
             raise problem or ValueError(found)
 
-    def _shard(self, module: nn.Module, config: FSDPConfig, dtype: torch.dtype) -> nn.Module:
+    def _shard(self, module: Any, config: FSDPConfig, dtype: torch.dtype) -> nn.Module:
         """Shard ``module``, whose weights are of ``dtype`` and perhaps on the meta device."""
         options = {
             "mesh": self._mesh(module, config),
             "mp_policy": MixedPrecisionPolicy(**self._precision(config, dtype)),
-            "reshard_after_forward": config.reshard_after_forward,
+            "reshard_after_forward": config.reshard_after_forward and not self._gather_once,
         }
         if self._on_host:
             options["offload_policy"] = CPUOffloadPolicy(pin_memory=self.device.type == "cuda")
@@ -143,6 +144,8 @@ class FSDPEngine(Engine):
         if config.forward_prefetch:
             for unit, following in pairwise(units):  # in the order in which they run
                 unit.set_modules_to_forward_prefetch([following])
+        if self._gather_once:
+            module.set_reshard_after_backward(False)
         register_fsdp_forward_method(module, "token_outputs")
         return module
 
@@ -220,11 +223,14 @@ class FSDPEngine(Engine):
         loss.backward()
 
     def _after_infer(self) -> None:
-        # without a backward pass the outermost unit stays gathered, and its parameters are not the sharded ones
+        # without a backward pass the outermost unit stays gathered, and its parameters are not the sharded ones; with
+        # gather_once all units do, after a step too
         for unit in fsdp_modules(self.module):
             unit.reshard()
 
     def optimizer_step(self) -> float:
+        if self._gather_once:
+            self._after_infer()
         trained: list[Tensor] = list(self.module.parameters())
         if self.l2_coef:
             add_l2_gradient(trained, self.l2_coef)

@@ -46,7 +46,7 @@ class FSDP1Engine(FSDPEngine):
 
     def _shard(self, module: nn.Module, config: FSDPConfig, dtype: torch.dtype) -> nn.Module:
         # every micro-batch reduces its gradient into the slices, where a step sums them
-        self._reduce_once = False
+        self._reduce_once = self._gather_once = False
         mesh, units = self._mesh(module, config), set(wrapped_units(module, config))
         self._is_whole = mesh.shape[-1] == 1
         replicated, sharded = ShardingStrategy.HYBRID_SHARD, ShardingStrategy.FULL_SHARD
