@@ -32,6 +32,9 @@ SMOLLM2 = {
 }
 """The shape of SmolLM2-135M; its weights are random here."""
 
+MODEL_CLASSES = "AutoTokenizer, Qwen2ForCausalLM"
+"""What any program that trains the model of the first step imports."""
+
 
 def trial_cost() -> None:
     """Seconds, of the clock and of the processor, that the trials of engine and rollout add before a first GRPO step of
@@ -96,6 +99,7 @@ def main() -> None:
         commands = {
             "bare interpreter": ([sys.executable, "-c", "pass"], 0),
             "import torch": ([sys.executable, "-c", "import torch"], 0),
+            "torch and a model": ([sys.executable, "-c", f"import torch; from transformers import {MODEL_CLASSES}"], 0),
             "import verl": ([sys.executable, "-c", "import verl"], 0),
             "--help": ([*job, "--help"], 0),
             "misspelt key": ([*job, "trainer.sav_freq=5"], None),

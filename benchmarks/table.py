@@ -30,12 +30,14 @@ SENT = "{rows} x {width}, {real_MB:.0f} MB of tokens"
 STEP = "{rows} x {width}, {tokens:,} tokens, 2 ranks"
 CALLS = {"what": "bytes per real token a step", "controller": "local"}
 GRPO_CALLS = {**CALLS, "kind": "grpo"}
+SCALE = "{rows:,} rows of {tokens_a_row:,.0f} tokens, {ranks} ranks"
+LARGEST = {"rows": 8192, "ranks": 512}
 
 LINES = [
     Line("`import verl`, CPU s", "", "startup", {"what": "import verl"}, "cpu_s", 0.3),
     Line("`--help`, CPU s", "", "startup", {"what": "--help"}, "cpu_s", 0.3),
     Line("a misspelt key, CPU s", "", "startup", {"what": "misspelt key"}, "cpu_s", 0.3),
-    Line("a command of one step, local, CPU s", FIRST_STEP, "startup", {"what": "first step, local"}, "cpu_s", 4),
+    Line("a command of one step, local, CPU s", FIRST_STEP, "startup", {"what": "first step, local"}, "cpu_s", 3),
     Line("the same with Ray, CPU s", FIRST_STEP, "startup", {"what": "first step, ray"}, "cpu_s", 8),
     Line("GRPO step, CPU s", "{what}; {tokens:,} tokens", "step", {"what": "2.5M"}, "cpu_s_a_step", 1.1),
     Line("GRPO step, CPU ms a token", "{what}; {tokens:,} tokens", "step", {"what": "SmolLM2"}, "cpu_ms_a_token", 9),
@@ -44,6 +46,7 @@ LINES = [
     Line("bytes a token of a GRPO step, generation aside", STEP, "dispatch", GRPO_CALLS, "total", 12),
     Line("bytes a token of a PPO step", STEP, "dispatch", {**CALLS, "kind": "ppo"}, "total", 12),
     Line("CPU ms of the driver for the calls of that GRPO step", STEP, "dispatch", GRPO_CALLS, "driver_cpu_ms", 30),
+    Line("CPU s of the driver a step, workers simulated", SCALE, "scale", LARGEST, "driver_cpu_s", 1),
     Line("GAE, CPU ms", BATCH, "algorithms", {"name": "gae", **WIDE}, "cpu_ms", 4),
     Line("policy loss and its gradient, CPU ms", BATCH, "algorithms", {"name": "policy loss", **WIDE}, "cpu_ms", 4),
     Line("GRPO advantages, CPU ms", BATCH, "algorithms", {"name": "grpo", **WIDE}, "cpu_ms", 4),
