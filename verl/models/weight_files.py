@@ -67,7 +67,7 @@ def stored_tensors(folder: str) -> dict[str, Stored] | None:
                 if key != "__metadata__":
                     start = 8 + length + entry["data_offsets"][0]
                     found[key] = Stored(home / name, start, _DTYPES[entry["dtype"]], tuple(entry["shape"]))
-    except (OSError, ValueError, KeyError, MemoryError, OverflowError):  # whoever loads the whole says what is wrong
+    except (OSError, ValueError, KeyError, MemoryError, OverflowError):  # loading the whole model says what is wrong
         return None
     return found
 
