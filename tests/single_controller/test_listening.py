@@ -1,6 +1,7 @@
 """What a run listens on: loopback alone, where it has one machine; and Ray takes no calls without the run's token."""
 
 import os
+import socket
 import subprocess
 import sys
 
@@ -11,6 +12,7 @@ import torch.distributed as dist
 
 from verl.single_controller.base import Worker
 from verl.single_controller.base.decorator import Dispatch, register
+from verl.single_controller.base.worker import free_port
 from verl.utils.distributed import ensure_process_group
 from verl.utils.py_functional import is_loopback
 
@@ -72,3 +74,11 @@ def test_ray_refuses_who_does_not_have_the_token_of_the_run(ray_controller):
         done = subprocess.run([sys.executable, "-c", program], env=env, capture_output=True, text=True)
         assert ("inside yes" in done.stdout) == is_inside, done.stderr
         assert ("InvalidAuthToken" in done.stderr) != is_inside, done.stderr
+
+
+def test_a_free_port_stays_free_until_its_server_comes():
+    port = free_port()
+    with pytest.raises(OSError, match="in use"), socket.socket() as other:
+        other.bind(("127.0.0.1", port))  # as a process that does not know of it
+    with socket.create_server(("127.0.0.1", port)) as server:
+        assert server.getsockname()[1] == port

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import pickle
 import signal
-import socket
 import sys
 import tempfile
 import time
@@ -17,6 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from verl.single_controller.base.worker import free_port
 from verl.utils.distributed import ensure_process_group
 
 
@@ -26,7 +26,7 @@ def run_ranks(ranks: int, fn: Callable[..., Any], *args: Any, timeout_s: float =
     Raises:
         RuntimeError: with the traceback of the first rank that failed, or after ``timeout_s``; the others are killed.
     """
-    port = _free_port()
+    port = free_port()
     with tempfile.TemporaryDirectory() as folder:
         children = {}
         for rank in range(ranks):
@@ -81,9 +81,3 @@ def _kill(children: dict[int, int]) -> None:
     for pid in children:
         os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]

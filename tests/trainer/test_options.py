@@ -464,8 +464,9 @@ def test_another_reference_model_is_another_reference(run, tmp_path):
 
 
 def test_each_of_these_settings_changes_what_is_learned(run):
-    # a step of several updates: a later one tells what an earlier one changed
-    base = {"actor_rollout_ref__actor__ppo_mini_batch_size": 2, "trainer__total_training_steps": 1}
+    # four updates: a later one tells what earlier ones changed, and Adam's first knows no betas
+    base = {"actor_rollout_ref__actor__ppo_mini_batch_size": 1, "trainer__total_training_steps": 1}
+    base["actor_rollout_ref__actor__ppo_micro_batch_size_per_gpu"] = 4
     names = {
         "entropy_coeff": 0.1,
         "loss_agg_mode": "seq-mean-token-sum",

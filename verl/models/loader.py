@@ -295,7 +295,7 @@ def empty_model(spec: ModelSpec, dtype: torch.dtype | None = None) -> nn.Module:
 
 
 def stored_model(spec: ModelSpec, seed: int = 0, dtype: torch.dtype | None = None) -> tuple[Any, WeightFiles] | None:
-    """Build the model with its weights left in their files: on the meta device, for an engine that reads a part of each.
+    """Build the model with its weights left in their files: on the meta device, for engines that read a part.
 
     Buffers, and what the files lack (a new head) or never have (an adapter), are on CPU as `load_model` makes them.
 

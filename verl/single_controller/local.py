@@ -347,7 +347,8 @@ class LocalController:
     def start(
         self, ray_init: Mapping | None = None, env: Mapping[str, str] | None = None, batch_bytes: int = 0
     ) -> None:
-        """Put ``env`` into the environment, which every worker inherits. The others have no effect here."""
+        """Put ``env`` into the environment, which every worker inherits. ``ray_init`` and ``batch_bytes`` have no
+        effect here."""
         os.environ.update({name: str(value) for name, value in (env or {}).items()})
 
     def stop(self) -> None:

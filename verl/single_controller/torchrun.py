@@ -148,8 +148,13 @@ class TorchrunController:
     driver_host: str | None = None  # the other ranks may be on other machines
     hosts: TorchrunHosts | None = None
 
-    def start(self, ray_init: Mapping | None = None, env: Mapping[str, str] | None = None) -> None:
-        """Put ``env`` into the environment of rank 0; the others have torchrun's. ``ray_init`` has no effect here."""
+    def start(
+        self, ray_init: Mapping | None = None, env: Mapping[str, str] | None = None, batch_bytes: int = 0
+    ) -> None:
+        """Put ``env`` into the environment of rank 0; other ranks have torchrun's.
+
+        ``ray_init`` and ``batch_bytes`` have no effect.
+        """
         os.environ.update({name: str(value) for name, value in (env or {}).items()})
 
     def stop(self) -> None:

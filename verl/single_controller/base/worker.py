@@ -214,9 +214,17 @@ class WorkerHost:
             raise WorkerError(*where, cause[0], "".join(lines), explained, doing, exit_code(error)) from error
 
 
+_RESERVED: list[socket.socket] = []
+
+
 def free_port() -> int:
-    """A TCP port nobody listens on at the moment."""
-    # another process may take it before it is used: ask late
-    with socket.socket() as probe:
-        probe.bind(("", 0))
-        return probe.getsockname()[1]
+    """A TCP port for a server of this process or of one that it forks: while it lives, the system gives it to no other.
+
+    The server sets SO_REUSEADDR, as `socket.create_server` and torch's stores do.
+    """
+    reserved = socket.socket()
+    # bound and not listened on: a server may bind it too, and the system gives it out no more
+    reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    reserved.bind(("", 0))
+    _RESERVED.append(reserved)
+    return reserved.getsockname()[1]

@@ -92,7 +92,9 @@ def replay_config(folder: Path, about: dict[str, Any], scratch: str, changes: di
             "trainer.on_nonfinite": "skip",
             "data.filter_overlong_prompts": False,
             "algorithm.filter_groups.enable": False,
+            # rewards are compared before log-probs are computed
             "reward_model.launch_reward_fn_async": False,
+            "reward_model.use_reward_loop": False,
             "actor_rollout_ref.hybrid_engine": True,
             "distillation.nnodes": 0,
             f"{_ROLLOUT}.name": "hf",  # never awake: the rows are there

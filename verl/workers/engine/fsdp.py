@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import math
-from collections import deque
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import chain, pairwise
@@ -13,10 +12,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import register_fsdp_forward_method
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from verl.checkpoint.shards import check_names, fill
@@ -48,11 +46,6 @@ from verl.workers.engine.registry import register_engine
 from verl.workers.engine.train_step import add_l2_gradient, clip_gradients
 
 logger = logging.getLogger(__name__)
-
-_AHEAD_BYTES = {"cpu": 32 << 20}
-"""Kind of device -> bytes of whole weights that are gathered while those before them are used; at least one weight is.
-On a CPU more leave its caches."""
-_AHEAD_ELSEWHERE = 256 << 20
 
 
 @register_engine("fsdp", "fsdp2")
@@ -242,31 +235,14 @@ class FSDPEngine(Engine):
 
     @torch.no_grad()
     def full_tensors(self, dtype: torch.dtype | None, leave_out: Collection[str]) -> Iterator[tuple[str, Tensor]]:
-        under_way: deque[tuple[str, Tensor]] = deque()
-        num_bytes, most = 0, _AHEAD_BYTES.get(self.device.type, _AHEAD_ELSEWHERE)
-        for name, tensor in self._gathering(dtype, leave_out):
-            under_way.append((name, tensor))
-            num_bytes += tensor.nbytes
-            while len(under_way) > 2 and num_bytes > most:
-                num_bytes -= under_way[0][1].nbytes
-                yield _arrived(under_way)
-            del tensor
-        while under_way:
-            yield _arrived(under_way)
-
-    def _gathering(self, dtype: torch.dtype | None, leave_out: Collection[str]) -> Iterator[tuple[str, Tensor]]:
-        """Begin to gather one tensor after another, in the same order on all ranks."""
         for name, tensor in self.module.state_dict().items():
             if name in leave_out:
                 continue
-            if dtype is not None and tensor.is_floating_point():
+            if dtype is not None and tensor.dtype != dtype and tensor.is_floating_point():
                 # cast before gathering: half the bytes travel
                 tensor = tensor.to(dtype)
             tensor = tensor.to(self.device)
-            if isinstance(tensor, DTensor):
-                whole = [Replicate()] * tensor.device_mesh.ndim
-                tensor = tensor.redistribute(placements=whole, async_op=True).to_local()
-            yield name, tensor
+            yield name, tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
     def model_state(self) -> dict[str, Tensor]:
         return self._saved(self.module.state_dict())
@@ -295,9 +271,3 @@ class FSDPEngine(Engine):
         """Move slices and buffers."""
         self._after_infer()
         self.module.to(device)
-
-
-def _arrived(under_way: deque[tuple[str, Tensor]]) -> tuple[str, Tensor]:
-    """Take the first of the tensors that are being gathered, once it is there."""
-    name, tensor = under_way.popleft()
-    return name, tensor.wait() if isinstance(tensor, AsyncCollectiveTensor) else tensor
