@@ -58,8 +58,10 @@ from verl.agents import SingleTurnAgentLoop, register
 @register("deadly")
 class Deadly(SingleTurnAgentLoop):
     async def run(self, sampling_params, **row):
-        done = await super().run(sampling_params, **row)
         folder = Path(__file__).parent
+        with open(folder / "begun", "a") as begun:
+            print(os.getpid(), row["uid"], self.server_manager._seed, file=begun)
+        done = await super().run(sampling_params, **row)
         for number in range(int((folder / "deaths").read_text()) if row["extra_info"]["index"] % 2 else 0):
             try:
                 (folder / f"death{number}").touch(exist_ok=False)
@@ -70,17 +72,25 @@ class Deadly(SingleTurnAgentLoop):
 """
 
 
-def test_conversations_of_a_process_that_dies_begin_again_and_then_the_run_ends_with_its_name(run, tmp_path):
+def test_a_process_that_dies_is_started_again_alone_and_then_the_run_ends_with_its_name(run, tmp_path):
     path = tmp_path / "deadly.py"
     path.write_text(DEADLY)
     settings = {f"{ROLLOUT}__agent__agent_loop_config_path": str(path), f"{ROLLOUT}__agent__num_workers": 2}
     settings |= {f"{ROLLOUT}__agent__default_agent_loop": "deadly", "trainer__total_training_steps": 1}
     (tmp_path / "deaths").write_text("0")
     expected = outputs(run(**settings)[1])
+    before = [line.split(" ", 1) for line in (tmp_path / "begun").read_text().splitlines()]
+    (tmp_path / "begun").unlink()
     (tmp_path / "deaths").write_text("1")
     assert outputs(run(**settings)[1]) == expected and (tmp_path / "death0").exists()
+    begun = [line.split(" ", 1) for line in (tmp_path / "begun").read_text().splitlines()]
+    # what began twice, with the same seed, was in the process that died, and then in the one in its place
+    places = {row: [pid for pid, other in begun if other == row] for _, row in begun}
+    twice = {tuple(pids) for pids in places.values() if len(pids) > 1}
+    assert len(twice) == 1 and len({pid for pid, _ in begun}) == 3
+    assert {row for _, row in begun} == {row for _, row in before} and len(before) == len(places)
     (tmp_path / "deaths").write_text("9")
-    with pytest.raises(WorkerDied, match=r"Rank [01] of 2 died while running agent_loop\..*SIGKILL"):
+    with pytest.raises(WorkerDied, match=r"Rank 0 of 1 died while running agent_loop_[01]\..*SIGKILL"):
         run(**settings)
 
 

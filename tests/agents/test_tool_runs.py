@@ -76,7 +76,7 @@ def test_a_run_calls_tools_counts_their_failures_and_is_the_same_with_two_proces
     assert {name for name in two.timing if name.startswith("agent_loop/")} == {
         name for name in trainer.timing if name.startswith("agent_loop/")
     }
-    assert not any(map(psutil.pid_exists, two.buffer.agent_loops.workers.group.pids))
+    assert not any(psutil.pid_exists(pid) for group in two.buffer.agent_loops.workers.groups for pid in group.pids)
     # wherever they are: the tools of a process that has ended are no children of this one
     here = [p.info for p in psutil.process_iter(["cwd", "cmdline"]) if p.info["cwd"] == str(tmp_path)]
     assert not [one for one in here if "verl.tools.worker" in " ".join(one["cmdline"])]

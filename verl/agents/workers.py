@@ -1,7 +1,8 @@
 """Agent loops in processes of their own: rows go there, outputs and progress logs come back, tokens as arrays.
 
-Each process has an event loop, tools, environments and connections to the rollout servers of its own. What a row
-becomes depends on its seed and its requests alone, and so neither on the number of processes nor on which one runs it.
+Each process has an event loop, tools, environments and connections to the rollout servers of its own, and is a worker
+group of its own: one that dies is started again alone. What a row becomes depends on its seed and its requests alone,
+and so neither on the number of processes nor on which one runs it.
 """
 
 import asyncio
@@ -14,6 +15,7 @@ import threading
 import time
 import traceback
 from array import array
+from collections import Counter
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
@@ -26,6 +28,7 @@ from verl.agents.rows import EventLoopPulse, RowOutput, RowRunner
 from verl.config.base import READ, Config, get_path
 from verl.envs.host import close_hosts
 from verl.single_controller import get_controller
+from verl.single_controller.background import run_concurrently
 from verl.single_controller.base.decorator import Dispatch, register
 from verl.single_controller.base.worker import Worker
 from verl.single_controller.errors import WorkerDied, WorkerGroupError
@@ -114,15 +117,15 @@ class AgentLoopWorker(Worker):
     """A process of agent loops. They run in a thread, so that calls of its group are answered meanwhile.
 
     Args:
-        as `RowRunner`; of the limits in ``_SPLIT`` it has its part.
+        config, tokenizer, processor, trainer_config: as `RowRunner`.
+        processes: how many there are; of the limits in ``_SPLIT`` each has its part.
     """
 
-    def __init__(self, config: Any, tokenizer: Any, processor: Any = None, trainer_config: Any = None):
+    def __init__(self, config: Any, tokenizer: Any, processor: Any, trainer_config: Any, processes: int):
         super().__init__()
         import_users_modules(config.actor_rollout_ref.model.external_lib)
-        size = self.world_size
-        own_tree = None if trainer_config is None else part_of(trainer_config, size)
-        self.runner = RowRunner(part_of(config, size), tokenizer, processor, own_tree)
+        own_tree = None if trainer_config is None else part_of(trainer_config, processes)
+        self.runner = RowRunner(part_of(config, processes), tokenizer, processor, own_tree)
         self.client: RolloutClient
         self.samples: dict[str, SentSample] = {}
         """Those that run, by the name of the run: one that is stopped may begin again at once."""
@@ -136,9 +139,9 @@ class AgentLoopWorker(Worker):
         self._pulse = EventLoopPulse(self._loop, self._thread, config.env.idle_timeout)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def connect(self, host: str, port: int, token: str) -> None:
-        """Take rows from the driver at this address."""
-        asyncio.run_coroutine_threadsafe(self._connect(host, port, token), self._loop).result(_START_S)
+    def connect(self, host: str, port: int, token: str, number: int) -> None:
+        """Take rows from the driver at this address, as its process of this number."""
+        asyncio.run_coroutine_threadsafe(self._connect(host, port, token, number), self._loop).result(_START_S)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def check(self) -> None:
@@ -159,9 +162,9 @@ class AgentLoopWorker(Worker):
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(_GRACE_S)
 
-    async def _connect(self, host: str, port: int, token: str) -> None:
+    async def _connect(self, host: str, port: int, token: str, number: int) -> None:
         reader, self._writer = await asyncio.open_connection(host, port)
-        self._writer.write(token.encode() + self.rank.to_bytes(_LENGTH_BYTES, "little"))
+        self._writer.write(token.encode() + number.to_bytes(_LENGTH_BYTES, "little"))
         self._reading = asyncio.ensure_future(self._read(reader))
 
     async def _read(self, reader: asyncio.StreamReader) -> None:
@@ -325,12 +328,16 @@ def part_of(config: Any, processes: int) -> Any:
 class ProcessLost(RolloutServerError):
     """The connection to a process of the agent loops has ended."""
 
+    def __init__(self, process: int):
+        super().__init__(f"process {process} of the agent loops has closed its connection")
+        self.process = process
+
 
 class Link:
     """The connection to one process."""
 
-    def __init__(self, rank: int, writer: asyncio.StreamWriter):
-        self.rank, self.writer = rank, writer
+    def __init__(self, process: int, writer: asyncio.StreamWriter):
+        self.process, self.writer = process, writer
         self.rows = 0
         """Rows that run there."""
         self.is_lost = False
@@ -341,7 +348,7 @@ class Link:
         """Call a method there; returns the number of the call, and the future of its result."""
         number, future = next(self._numbers), asyncio.get_running_loop().create_future()
         if self.is_lost:
-            future.set_exception(self.lost())
+            future.set_exception(ProcessLost(self.process))
             return number, future
         self.writer.write(framed((number, method, arguments)))
         self._waiting[number] = future
@@ -373,12 +380,8 @@ class Link:
         self.is_lost = True
         for future in self._waiting.values():
             if not future.done():
-                future.set_exception(self.lost())
+                future.set_exception(ProcessLost(self.process))
         self._waiting.clear()
-
-    def lost(self) -> ProcessLost:
-        """Return the error of calls to a process that has ended."""
-        return ProcessLost(f"process {self.rank} of the agent loops has closed its connection")
 
 
 class AgentLoopWorkers:
@@ -406,50 +409,64 @@ class AgentLoopWorkers:
     ):
         self.loop, self.wait_for, self.env = loop, wait_for, config.env
         self.links: dict[int, Link] = {}
-        self.restarts_left = 0
+        """Connections by number of the process; read and written in the thread of ``loop``."""
+        self._connected = asyncio.Event()
+        self._restarts: Counter[int] = Counter()
+        """How often each process was started again since `next_batch`."""
         self._runs = count(1)
         self._servers: tuple[Any, ...] = ()
-        self._released: int | None = None
+        self.released: int | None = None
         """Version of the weights under which samples with a gate may send requests; None: they are held."""
-        self._ready = asyncio.Event()
-        """Set while every process takes rows."""
         self._server: asyncio.Server | None = None
         self._controller, self._token = get_controller(controller), secrets.token_hex(_TOKEN_BYTES // 2)
-        size, trainer = config.actor_rollout_ref.rollout.agent.num_workers, config.trainer
+        self.size, trainer = config.actor_rollout_ref.rollout.agent.num_workers, config.trainer
         if not self._controller.driver_host:
             raise ValueError(
-                f"actor_rollout_ref.rollout.agent.num_workers={size} needs processes besides the ranks, which the "
+                f"actor_rollout_ref.rollout.agent.num_workers={self.size} needs processes besides the ranks, which the "
                 f"controller {controller!r} does not start. Set it to 1, or use trainer.controller=ray or local."
             )
-        nodes = min(size, trainer.nnodes)
-        pool = self._controller.ResourcePool([size // nodes + (node < size % nodes) for node in range(nodes)], 1)
-        pool.use_gpu, pool.concurrent = False, 1  # never the driver itself
         arguments = {"tokenizer": tokenizer, "processor": processor, "trainer_config": trainer_config}
-        classes = {"agent_loop": self._controller.ClassWithInitArgs(AgentLoopWorker, config=config, **arguments)}
+        classes = self._controller.ClassWithInitArgs(AgentLoopWorker, config=config, processes=self.size, **arguments)
+        starts = [partial(self._start, number, classes, trainer) for number in range(self.size)]
+        # actors import everything first; forks of the driver are made where no other of its threads is busy
+        is_ray = self._controller.name == "ray"
+        self.groups = run_concurrently(*starts) if is_ray else [start() for start in starts]
+
+    def _start(self, number: int, classes: Any, trainer: Any) -> Any:
+        """Start a process; returns its worker group."""
+        pool, role = self._controller.ResourcePool([1], max_colocate_count=1), f"agent_loop_{number}"
+        pool.use_gpu, pool.concurrent = False, self.size  # never the driver itself
         group = self._controller.WorkerGroup(
             pool,
-            self._controller.create_colocated_worker_cls(classes),
+            self._controller.create_colocated_worker_cls({role: classes}),
             ray_wait_register_center_timeout=trainer.ray_wait_register_center_timeout,
             timeout=trainer.worker_timeout,
             device_name="cpu",
         )
-        self.group = group.spawn(prefix_set=classes)["agent_loop"]
-        self.group.set_deadlines(trainer.deadlines)
+        group.set_deadlines(trainer.deadlines)
+        return group.spawn(prefix_set=[role])[role]
 
     def connect(self) -> None:
         """Wait for the connection of every process."""
-        port = self._wait(self._listen())
-        self.group.connect(self._controller.driver_host, port, self._token)
-        self._wait(self._all_here.wait())
+        self._port = self._wait(self._listen())
+        for number in range(self.size):
+            self._connect(number)
+        self._wait(self._all_connected())
+
+    def _connect(self, number: int) -> None:
+        self.groups[number].connect(self._controller.driver_host, self._port, self._token, number)
 
     def _wait(self, coroutine: Coroutine) -> Any:
         return asyncio.run_coroutine_threadsafe(coroutine, self.loop).result(_START_S)
 
     async def _listen(self) -> int:
-        self._all_here, self.links = asyncio.Event(), {}
-        if self._server is None:
-            self._server = await asyncio.start_server(self._welcome, self._controller.driver_host, 0)
+        self._server = await asyncio.start_server(self._welcome, self._controller.driver_host, 0)
         return self._server.sockets[0].getsockname()[1]
+
+    async def _all_connected(self) -> None:
+        while len(self.links) < self.size:
+            self._connected.clear()
+            await self._connected.wait()
 
     async def _welcome(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         # before anything is unpickled: other users and machines may reach the port
@@ -457,15 +474,18 @@ class AgentLoopWorkers:
             said = await asyncio.wait_for(reader.readexactly(_TOKEN_BYTES + _LENGTH_BYTES), _GRACE_S)
         except (asyncio.IncompleteReadError, asyncio.TimeoutError, OSError):
             said = b""
-        rank = int.from_bytes(said[_TOKEN_BYTES:], "little")
-        if not secrets.compare_digest(said[:_TOKEN_BYTES], self._token.encode()) or rank in self.links:
+        number = int.from_bytes(said[_TOKEN_BYTES:], "little")
+        if not secrets.compare_digest(said[:_TOKEN_BYTES], self._token.encode()) or number in self.links:
             writer.close()
             return
-        link = self.links[rank] = Link(rank, writer)
-        if len(self.links) == self.group.world_size:
-            self._all_here.set()
+        link = Link(number, writer)
+        # what the others were told; it comes before any row
+        known = [link.submit("servers", *self._servers)] if self._servers else []
+        known += [link.submit("release", self.released)] if self.released is not None else []
+        self.links[number] = link
+        self._connected.set()
         try:
-            await link.serve(reader)
+            await asyncio.gather(link.serve(reader), *(future for _, future in known), return_exceptions=True)
         finally:
             writer.close()
 
@@ -475,73 +495,53 @@ class AgentLoopWorkers:
         Args:
             max_running: requests under way at one server at most, of all processes; each has its part.
         """
-        size = self.group.world_size
-        self._servers = (addresses, token, max_running and max_running // size)
-        self._wait(self._begin())
+        self._servers = (addresses, token, max_running and max_running // self.size)
+        self._wait(self.all("servers", *self._servers))
         return WorkersClient(self, addresses, token, max_running)
-
-    async def _begin(self) -> None:
-        await self._call_all("servers", *self._servers)
-        if self._released is not None:
-            await self._call_all("release", self._released)
-        self._ready.set()
 
     async def hold(self) -> None:
         """Have samples with a gate send no request until `release`."""
-        self._released = None
+        self.released = None
         await self.all("hold")
 
     async def release(self, version: int) -> None:
         """Let requests be sent again, under the weights of ``version``."""
-        self._released = version
+        self.released = version
         await self.all("release", version)
 
     async def all(self, method: str, *arguments: Any) -> list[Any]:
-        """Call a method of every process; returns the results by rank. Waits for those that are started again."""
-        while True:
-            await self._ready.wait()
-            try:
-                return await self._call_all(method, *arguments)
-            except ProcessLost:
-                self._note_loss()
-
-    async def _call_all(self, method: str, *arguments: Any) -> list[Any]:
-        return await asyncio.gather(*(self.links[rank].call(method, *arguments) for rank in sorted(self.links)))
-
-    def _note_loss(self) -> None:
-        """Let others wait until `check` has started the processes again, or ended the run with the name of the dead."""
-        if any(link.is_lost for link in self.links.values()):
-            self._ready.clear()
-
-    async def stop(self, names: Sequence[str]) -> None:
-        """Stop runs of samples. Those in a process that is lost begin again, and are stopped then."""
-        with suppress(ProcessLost):
-            await self._call_all("stop", names)
+        """Call a method of every process that runs; returns the results of those that did not end meanwhile."""
+        calls = [link.call(method, *arguments) for link in self.links.values()]
+        results = await asyncio.gather(*calls, return_exceptions=True)
+        for result in results:
+            if isinstance(result, BaseException) and not isinstance(result, ProcessLost):
+                raise result
+        return [result for result in results if not isinstance(result, ProcessLost)]
 
     def next_batch(self) -> None:
-        """Let processes that die be started again, as often as ``env.on_error`` and ``env.max_retries`` say."""
-        self.restarts_left = self.env.max_retries if self.env.on_error == "retry" else 0
+        """Let processes that die be started again, each as often as ``env.on_error`` and ``env.max_retries`` say."""
+        self._restarts.clear()
 
     def check(self) -> None:
         """Raise if a process is dead, or an agent loop blocks one for too long.
 
-        While restarts are left the processes are started again instead, and what ran in them begins again.
+        While restarts are left a dead one is started again instead, and what ran in it begins again there.
         """
-        try:
-            self.group.check()
-            if lost := [link for link in self.links.values() if link.is_lost]:
-                self.group.check()  # which answered, it may be, just before it died
-                raise lost[0].lost()
-        except WorkerDied as error:
-            if not self.restarts_left:
-                raise
-            self.restarts_left -= 1
-            what = "the processes of agent loops are started again, and their conversations begin again"
-            logger.warning("%s: %s", what, str(error).splitlines()[0])
-            self.loop.call_soon_threadsafe(self._ready.clear)
-            self.group.restart()
-            self.connect()
-            self._wait(self._begin())
+        for number, group in enumerate(self.groups):
+            try:
+                group.check()
+                if (link := self.links.get(number)) is not None and link.is_lost:
+                    group.check()  # which answered, it may be, just before it died
+                    raise ProcessLost(number)
+            except WorkerDied as error:
+                if self.env.on_error != "retry" or self._restarts[number] >= self.env.max_retries:
+                    raise
+                self._restarts[number] += 1
+                what = f"process {number} of the agent loops is started again, and its conversations begin again"
+                logger.warning("%s: %s", what, str(error).splitlines()[0])
+                self.loop.call_soon_threadsafe(self.links.pop, number, None)
+                group.restart()
+                self._connect(number)
 
     async def run(
         self,
@@ -554,19 +554,28 @@ class AgentLoopWorkers:
     ) -> RowOutput:
         """Run the agent loop of a row as `RowRunner.run` does, in the process with the fewest rows.
 
+        If that dies, the row begins again in the one that takes its place, and endangers no other.
+
         Args:
             sample: its client; None: the row is none of a scheduler's samples. Its log has afterwards, also if it was
                 stopped or cancelled, what was generated.
         """
+        process: int | None = None
         while True:
-            await self._ready.wait()
+            links = [one for one in self.links.values() if not one.is_lost and process in (None, one.process)]
+            if not links:  # until `check` has started it again, or ended the run with its name
+                self._connected.clear()
+                await self._connected.wait()
+                continue
+            link = min(links, key=lambda one: (one.rows, one.process))
             try:
-                return await self._run(number, row, seed, sampling, sample, batch)
-            except ProcessLost:
-                self._note_loss()
+                return await self._run(link, number, row, seed, sampling, sample, batch)
+            except ProcessLost as error:
+                process = error.process
 
     async def _run(
         self,
+        link: Link,
         number: int | str,
         row: dict[str, Any],
         seed: int,
@@ -574,7 +583,6 @@ class AgentLoopWorkers:
         sample: SentSample | None,
         batch: int,
     ) -> RowOutput:
-        link = min(self.links.values(), key=lambda link: (link.rows, link.rank))
         name = f"run {next(self._runs)}"
         if sample is not None:
             kept: ReplyLog = sample.log.replies
@@ -616,10 +624,13 @@ class AgentLoopWorkers:
 
     def close(self) -> None:
         """End the processes. May be called with dead ones."""
-        with suppress(WorkerGroupError):
-            if self.links:
-                self.group.close()
-        self.group.stop()
+
+        def end(group: Any) -> None:
+            with suppress(WorkerGroupError):
+                group.close()
+            group.stop()
+
+        run_concurrently(*(partial(end, group) for group in self.groups))
         if self._server is not None and not self.loop.is_closed():
             self.loop.call_soon_threadsafe(self._server.close)
 
@@ -650,7 +661,7 @@ class WorkersClient(RolloutClient):
         ids = None if request_ids is None else list(request_ids)
         await super().abort(ids)
         if ids:
-            await self.workers.stop(ids)
+            await self.workers.all("stop", ids)  # those of a process that is lost begin again, and are stopped then
 
     def take_spans(self, since: float | None = None) -> list[Span]:
         """As `RolloutClient.take_spans`, of all processes. Not from the event loop."""
@@ -674,6 +685,8 @@ class WorkersClient(RolloutClient):
             samples: by id.
             interrupts: end their requests first; they wait for `release`.
         """
+        if interrupts:
+            self.workers.released = None
         for logs in await self.workers.all("logs", interrupts):
             for sample_id, log in logs.items():
                 if (sample := samples.get(sample_id)) is not None and sample.running is not None:

@@ -165,7 +165,7 @@ class RolloutBuffer:
     def worker_groups(self) -> list[Any]:
         """Groups of processes besides those of the roles: of the agent loops."""
         workers = None if self.agent_loops is None else self.agent_loops.workers
-        return [] if workers is None else [workers.group]
+        return [] if workers is None else list(workers.groups)
 
     def close(self) -> None:
         """Stop the rollout's servers, if it has any; also after a failure."""
