@@ -16,12 +16,14 @@ import numpy as np
 import torch
 
 from benchmarks.measure import report
+from verl.algorithms.aggregate import agg_rows
 from verl.batch.partition import CallPlan, MiniBatches, PartitionPlan, RowCost
 from verl.batch.ragged import Layout, Ragged, join_windows
 from verl.protocol import DataProto
 from verl.single_controller import get_controller
 from verl.single_controller.base import Worker
 from verl.single_controller.base.decorator import Dispatch, register
+from verl.trainer.ppo.nonfinite import NonFiniteGuard
 
 TOKENS = ("input_ids", "attention_mask", "position_ids", "prompts", "responses", "response_mask", "uid")
 UPDATE_COLUMNS = (
@@ -76,11 +78,12 @@ class StepWorker(Worker):
         values += torch.arange(responses.layout.total) / 7
         return DataProto.from_ragged({name: responses.like(values + i) for i, name in enumerate(names)})
 
-    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, reads=TOKENS, balanced=True)
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, reads=TOKENS, balanced=True, stays=("old_log_probs", "entropys"))
     def compute_log_prob(self, data: DataProto) -> DataProto:
-        return self._scored(data, "old_log_probs", "entropys")
+        scored = self._scored(data, "old_log_probs", "entropys")
+        return scored.put("entropy_sums", scored.ragged("entropys").row_sums(data.ragged("response_mask")))
 
-    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, reads=TOKENS, balanced=True)
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, reads=TOKENS, balanced=True, stays=("ref_log_prob",))
     def compute_ref_log_prob(self, data: DataProto) -> DataProto:
         return self._scored(data, "ref_log_prob")
 
@@ -116,10 +119,14 @@ def make_rollouts(rows: int, width: int, mean_length: int, seed: int = 0) -> Dat
 
 
 def run_step(group: Any, data: DataProto, with_critic: bool) -> None:
-    """The calls of a step and, between them, the columns that the driver makes."""
+    """The calls of a step and, between them, the columns that the driver makes and those that it reads."""
     scored = group.compute_log_prob(data)
-    scored.pop(["entropys"])
+    mask = data.ragged("response_mask")
+    agg_rows(scored.column("entropy_sums"), mask.row_sums(), "token-mean", 1.0).item()
+    scored.pop(["entropys", "entropy_sums"])
     data = data.union(scored).union(group.compute_ref_log_prob(data))
+    guard = NonFiniteGuard(3)
+    guard.check_columns(data, 1)
     responses = data.ragged("responses")
     layout = responses.layout
     rewards = torch.zeros(layout.total)
@@ -127,6 +134,7 @@ def run_step(group: Any, data: DataProto, with_critic: bool) -> None:
     data.put("token_level_scores", responses.like(rewards)).put("token_level_rewards", responses.like(rewards))
     if with_critic:
         data = data.union(group.compute_values(data))
+        guard.check_columns(data, 1)
         data.put("advantages", responses.like(torch.randn(layout.total)))
         data.put("returns", responses.like(torch.randn(layout.total)))
         group.update_critic(data)
@@ -150,7 +158,7 @@ def step_traffic(group: Any, name: str, with_critic: bool) -> dict[str, Any]:
     by_method = {
         method: {"sent": round(sent[key] / tokens, 2), "received": round(received[key] / tokens, 2)}
         for key in now.sent
-        if sent[key] and (method := key[1]).startswith(("compute", "update"))
+        if sent[key] and (method := key[1]).startswith(("compute", "update", "__fetch"))
     }
     row = {"what": "bytes per real token a step", "controller": name, "kind": "ppo" if with_critic else "grpo"}
     total = sum(part["sent"] + part["received"] for part in by_method.values())

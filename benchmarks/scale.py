@@ -24,7 +24,7 @@ import torch
 from benchmarks.dispatch import StepWorker
 from benchmarks.measure import report
 from verl.batch.partition import CallPlan, MiniBatches, PartitionPlan, RowCost
-from verl.batch.ragged import Layout, Ragged, join_windows
+from verl.batch.ragged import Layout, Ragged, RemoteRows, join_windows
 from verl.protocol import DataProto
 from verl.single_controller.base.worker_group import (
     ClassWithInitArgs,
@@ -77,7 +77,8 @@ class SimulatedHosts(Hosts):
             return DataProto(meta_info={"metrics": {"loss": [0.0]}})
         layout = self.layout.select(torch.from_numpy(sent.rows))
         names = RETURNS[method]
-        columns = {name: Ragged(self.buffer[: layout.total], layout) for name in names}
+        columns: dict[str, Ragged] = {name: Ragged(self.buffer[: layout.total], layout) for name in names}
+        columns |= {name: RemoteRows(layout, 0, torch.float32, (), True) for name in names if name in sent.stays}
         return KeptOutput(DataProto.from_ragged(columns), names)
 
     def _wait(self, handles: Sequence, timeout: float | None) -> list:

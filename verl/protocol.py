@@ -490,6 +490,17 @@ class DataProto:
                 data.non_tensor_batch[name] = pieces
         return data
 
+    def fetched(self) -> DataProto:
+        """This batch, whose columns are all in this process: those that stayed with workers are fetched."""
+        for name in self._ragged:
+            if self.is_remote(name):
+                _ = self._ragged[name].values
+        return self
+
+    def is_remote(self, name: str) -> bool:
+        """Whether a tensor column has stayed with the workers that made it; to read it is to fetch it."""
+        return name in self._ragged and self._ragged[name].is_remote
+
     def unshared(self) -> DataProto:
         """The same rows and columns, whose ``batch`` may be changed without this one noticing."""
         for column in self._ragged.values():
@@ -521,7 +532,8 @@ class DataProto:
 
     def print_size(self, prefix: str = "") -> None:
         """Print what the columns take in memory, in GB."""
-        tensors = [column.values if isinstance(column, Ragged) else column for column in self._columns().values()]
+        here = [column for name, column in self._columns().items() if not self.is_remote(name)]
+        tensors = [column.values if isinstance(column, Ragged) else column for column in here]
         tensor_GB = sum(tensor.nbytes for tensor in tensors) / 1024**3
         array_GB = sum(array.nbytes for array in self.non_tensor_batch.values()) / 1024**3
         print(f"{prefix}{', ' if prefix else ''}tensors: {tensor_GB:.6f} GB, other columns: {array_GB:.6f} GB")
@@ -543,6 +555,7 @@ class DataProto:
     def __repr__(self) -> str:
         def described(name, column):
             kind = f"ragged, {column.layout.total} tokens" if isinstance(column, Ragged) else "padded"
+            kind += ", with the workers" if self.is_remote(name) else ""
             return f"  {name}: {tuple(column.shape)} {kind}"
 
         lines = [described(name, column) for name, column in self._columns().items()]

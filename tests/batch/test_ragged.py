@@ -231,7 +231,8 @@ SPARSE = torch.zeros(1001).index_fill(0, torch.tensor([3, 999]), -0.0).index_fil
 @pytest.mark.parametrize(
     ("values", "most_bytes"),
     [
-        (torch.arange(1001) % 150_000 + 40_000, 4 * 1001),  # token ids
+        (torch.arange(1001) + 40_000, 2 * 1001),  # token ids of a vocabulary of at most 65,536
+        (torch.arange(1001) + 65_000, 4 * 1001),  # of a larger one
         (torch.arange(1001) % 2, 1001),  # a mask with holes
         (torch.ones(1001, dtype=torch.int64), 0),
         (torch.full((1001,), -0.0), 0),

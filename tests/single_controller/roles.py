@@ -186,7 +186,7 @@ class Reader(Worker):
     def show_in_steps(self, data):
         return self._shown(data)
 
-    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, mesh="pairs", balanced=True)
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, mesh="pairs", balanced=True, stays=("values",))
     def score(self, data):
         return DataProto.from_ragged({"values": data.ragged("advantages").like(data.ragged("responses").values * 0.5)})
 
@@ -197,6 +197,6 @@ class Reader(Worker):
         else:
             data.ragged("advantages").values.add_(1)
 
-    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, blocking=False, balanced=True)
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, blocking=False, balanced=True, stays=("values",))
     def score_later(self, data):
         return self.score(data)

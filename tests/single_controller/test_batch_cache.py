@@ -1,5 +1,8 @@
 """Ranks keep the columns of a batch, and always read those of the driver."""
 
+import copy
+import pickle
+
 import numpy as np
 import pytest
 import torch
@@ -8,7 +11,8 @@ from tests.single_controller.roles import Reader
 from verl.batch.partition import CallPlan, MiniBatches, PartitionPlan, RowCost
 from verl.batch.ragged import Ragged, join_windows
 from verl.protocol import DataProto
-from verl.single_controller.errors import WorkerError
+from verl.single_controller.errors import WorkerError, WorkerGroupStopped
+from verl.trainer.ppo.step_bundle import _drop_lost
 
 ROWS = 7
 CALLS = {
@@ -83,6 +87,56 @@ def test_what_ranks_have_made_is_not_sent_back_to_them(start_local):
     data.put("values", data.ragged("values").like(data.ragged("values").values.clone()))
     _, changed = sent(group, group.show, data)
     assert kept < without + 600 and changed > kept + 4 * data.ragged("values").layout.total
+
+
+def test_a_column_that_stays_with_its_ranks_is_fetched_when_it_is_read(start):
+    group, data = start(Reader, 3, pairs=False), rollouts().repeat(40)
+    data.partition_plan = PartitionPlan({"show": CallPlan(True), "score": CallPlan(True)}, RowCost(10))
+    wanted = data.ragged("responses").values * 0.5
+    received, fetch = group.traffic.received, ("Reader", "__fetch_column__")
+    before, scored = received[fetch], group.score(data)
+    data = data.union(scored)
+    assert data.is_remote("values") and "with the workers" in repr(data)
+    data.print_size()
+    assert data.ragged("values").is_finite() and data.ragged("values").dtype == torch.float32
+    shown = group.show(data).non_tensor_batch["shown"]  # where they are, rows are read
+    assert [[2 * value for value in row["values"]] for row in shown] == [row["responses"] for row in shown]
+    group.release_batches()  # and are kept while somebody may read them here
+    half = data.select_idxs(np.arange(0, len(data), 2))
+    half.reorder(np.arange(len(half))[::-1].copy())
+    assert data.is_remote("values") and half.is_remote("values") and received[fetch] == before
+    assert torch.equal(data.ragged("values").values, wanted) and not data.is_remote("values")
+    fetched = received[fetch]
+    assert wanted.nbytes <= fetched - before < wanted.nbytes + 20_000
+    again = pickle.loads(pickle.dumps(half)), copy.deepcopy(half), DataProto.concat([half, half])[: len(half)]
+    for rows in again:
+        assert torch.equal(rows.ragged("values").values, half.ragged("responses").values * 0.5)
+    assert received[fetch] == fetched and not group._hosts.ledger.remote
+
+
+def test_columns_that_stay_outlive_what_goes_wrong_between_calls(start_local):
+    group, data = start_local(Reader, 3), rollouts()
+    wanted = data.ragged("responses").values * 0.5
+    later, scored = group.score_later(data), group.score(data)
+    with pytest.raises(TypeError, match="cannot be sent"):
+        group.show(data, (number for number in range(3)))
+    group.release_batches()
+    check(group.show(rollouts(seed=1)), rollouts(seed=1))
+    with pytest.raises(TypeError, match="'values' is with .* is in an argument that is being sent. Read it before"):
+        group.show(data, [scored])
+    for column in (scored.ragged("values"), later.get().ragged("values")):
+        assert torch.equal(column.values, wanted)
+
+
+def test_columns_of_ranks_that_have_ended_are_an_error_that_names_them(start_local):
+    group, data = start_local(Reader, 3, fresh=True), rollouts()
+    copied, lost = (group.score(data) for _ in range(2))
+    copied.fetched()
+    group.stop()
+    assert torch.equal(copied.ragged("values").values, data.ragged("responses").values * 0.5)
+    with pytest.raises(WorkerGroupStopped, match="column 'values' is with the processes of 'Reader' alone"):
+        _ = lost.batch
+    assert _drop_lost(lost) == ["values"] and "values" not in lost  # what the bundle of a failed step leaves out
 
 
 def test_a_call_that_could_not_be_sent_leaves_no_rank_behind(start_local):

@@ -3,6 +3,7 @@
 import pytest
 
 from tests.support.runs import make_task, overrides, read_metrics, run_job
+from verl.single_controller.base.worker import FETCH_COLUMN
 
 TWO_RANKS = {
     "trainer__n_gpus_per_node": 2,
@@ -48,7 +49,7 @@ TOLERANCES = {  # relative; Adam's first steps divide by tiny gradients, and the
 
 def numbers(folder, name, monkeypatch, **settings):
     monkeypatch.setenv("VERL_FILE_LOGGER_PATH", str(folder / f"{name}.jsonl"))
-    run_job(
+    trainer = run_job(
         overrides(
             make_task(folder / "task"),
             trainer__total_training_steps=3,
@@ -61,7 +62,8 @@ def numbers(folder, name, monkeypatch, **settings):
         )
     )
     rows = read_metrics(folder / f"{name}.jsonl")
-    return [row["data"] for row in rows]
+    fetched = [size for (_, method), size in trainer.actor_wg.traffic.received.items() if method == FETCH_COLUMN]
+    return [row["data"] | {"fetched": sum(fetched)} for row in rows]
 
 
 @pytest.fixture(scope="module")
@@ -75,6 +77,7 @@ def test_three_steps_give_the_same_numbers(way, plain, tmp_path, monkeypatch):
     steps = numbers(tmp_path, "way", monkeypatch, **WAYS[way])
     for key, tolerance in TOLERANCES.items():
         assert [s[key] for s in steps] == pytest.approx([s[key] for s in plain], rel=tolerance, abs=2e-6), key
+    assert steps[-1]["fetched"] == 0  # log-probs of policy and reference stayed where the update reads them
     if WAYS[way] is SHARED_PROMPTS:
         assert all(0.3 < s["actor/prefix_tokens_saved"] < 1 for s in steps)
 

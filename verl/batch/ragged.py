@@ -246,6 +246,22 @@ class Ragged:
     def dtype(self) -> torch.dtype:
         return self.values.dtype
 
+    @property
+    def is_remote(self) -> bool:
+        """Whether the values are still in other processes, which are asked for them when they are first read."""
+        return False
+
+    def is_finite(self) -> bool:
+        """Whether the sum of the values is a finite number; NaN and infinity survive a sum."""
+        return bool(self.values.sum().isfinite())
+
+    def row_sums(self, mask: Ragged | None = None) -> Tensor:
+        """(B,) float64: the sum of each row's values (T,), of those where ``mask`` is not 0."""
+        values, lengths = self.values.detach().double(), self.layout.lengths.to(self.device)
+        if mask is not None:
+            values = values.where(mask.values.to(self.device) != 0, 0)
+        return torch.segment_reduce(values, "sum", lengths=lengths, unsafe=True)
+
     def padded(self) -> Tensor:
         """(B, width, ...): a new tensor; its padding holds ``fill``. Gradients flow back to ``values``."""
         rows, width, *tail = self.shape
@@ -417,6 +433,58 @@ class JoinedTokens(Ragged):
         return JoinedTokens, (self.prompt, self.response, self.layout)
 
 
+class RemoteRows(Ragged):
+    """Rows whose values are in another process; here are their layout, and what tells how to read them.
+
+    ``fetch`` brings the values of this part and of all others of its column; see `verl.single_controller.batch_cache`.
+    """
+
+    def __init__(self, layout: Layout, fill: Fill, dtype: torch.dtype, tail: tuple[int, ...], finite: bool):
+        """``tail``: shape of a token's value; ``finite``: what `is_finite` returns."""
+        vars(self).update(layout=layout, fill=fill, tail=tail, finite=finite)
+        vars(self)["_dtype"] = dtype
+
+    tail: tuple[int, ...]
+    finite: bool
+
+    def fetch(self) -> None:
+        raise RuntimeError("the process that has these rows is not known")
+
+    @staticmethod
+    def of(column: Ragged) -> RemoteRows:
+        """What others need to know of a column of this process."""
+        tail = tuple(column.values.shape[1:])
+        return RemoteRows(column.layout, column.fill, column.values.dtype, tail, column.is_finite())
+
+    @property
+    def values(self) -> Tensor:
+        if "fetched" not in vars(self):
+            self.fetch()
+        return vars(self)["fetched"]
+
+    @property
+    def shape(self) -> torch.Size:
+        return torch.Size((len(self.layout), self.layout.width, *self.tail))
+
+    @property
+    def device(self) -> torch.device:
+        return torch.device("cpu")
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return vars(self)["_dtype"]
+
+    @property
+    def is_remote(self) -> bool:
+        return "fetched" not in vars(self)
+
+    def is_finite(self) -> bool:
+        return self.finite
+
+    def __reduce__(self):
+        return RemoteRows, (self.layout, self.fill, self.dtype, self.tail, self.finite)
+
+
 class _Gather:
     """Rows of several columns, copied when they are first read."""
 
@@ -451,7 +519,22 @@ class GatheredRows(Ragged):
 
     @property
     def shape(self) -> torch.Size:
-        return torch.Size((len(self.layout), self.layout.width, *self.gather.parts[0].values.shape[1:]))
+        return torch.Size((len(self.layout), self.layout.width, *self.gather.parts[0].shape[2:]))
+
+    @property
+    def device(self) -> torch.device:
+        return self.gather.parts[0].device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.gather.parts[0].dtype
+
+    @property
+    def is_remote(self) -> bool:
+        return "values" not in vars(self.gather) and any(part.is_remote for part in self.gather.parts)
+
+    def is_finite(self) -> bool:
+        return all(part.is_finite() for part in self.gather.parts) if self.is_remote else super().is_finite()
 
     @property
     def anchor(self) -> Any:
@@ -473,8 +556,10 @@ class GatheredRows(Ragged):
     @staticmethod
     def of(parts: Sequence[Ragged], layout: Layout) -> Ragged | None:
         """The rows of all parts; None where they cannot be copied later as they are now."""
-        kinds = {(part.values.dtype, part.values.shape[1:], part.values.device.type) for part in parts}
-        if len(kinds) > 1 or any(part.values.requires_grad or not part.values.device.type == "cpu" for part in parts):
+        kinds = {(part.dtype, part.shape[2:], part.device.type) for part in parts}
+        if len(kinds) > 1 or any(part.device.type != "cpu" for part in parts):
+            return None
+        if any(not part.is_remote and part.values.requires_grad for part in parts):
             return None
         return GatheredRows(_Gather(parts, np.arange(len(layout))), layout, parts[0].fill)
 
@@ -526,7 +611,7 @@ def _carrier(values: Tensor) -> torch.dtype | None:
     if values.dtype not in (torch.int16, torch.int32, torch.int64) or not values.numel():
         return None
     low, high = values.aminmax()
-    for dtype in (torch.int8, torch.int16, torch.int32):
+    for dtype in (torch.int8, torch.int16, torch.uint16, torch.int32):
         limits = torch.iinfo(dtype)
         if dtype.itemsize < values.element_size() and limits.min <= int(low) and int(high) <= limits.max:
             return dtype
@@ -719,6 +804,8 @@ def _joined(pieces: list[Ragged], layout: Layout, joined: Callable[[list[Ragged]
     derived = [piece for piece in pieces if isinstance(piece, JoinedTokens) and "values" not in vars(piece)]
     if len(derived) == len(pieces):
         return JoinedTokens(joined([p.prompt for p in derived]), joined([p.response for p in derived]), layout)
+    if later and any(piece.is_remote for piece in pieces) and (gathered := GatheredRows.of(pieces, layout)):
+        return gathered
     values = [piece.values for piece in pieces]
     one = values[0][:1]
     if all(_is_constant(v) and v.dtype == one.dtype and v.device == one.device for v in values):

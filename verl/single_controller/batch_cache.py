@@ -2,8 +2,9 @@
 
 The driver's `BatchLedger` knows which rows of which columns each rank has; a rank's `BatchCache` holds them. A column
 is known by its tensor: one that was replaced, or written to in place, is another column and is sent again. What a call
-returned for its rows is kept as well. A rank drops what the driver no longer has, or has released. Columns of objects
-whose elements are dicts of tensors, as the inputs of images are, are known by their array and these tensors.
+returned for its rows is kept as well, and may be kept there alone: a `RemoteColumn`, fetched when the driver reads its
+values. A rank drops what the driver no longer has, or has released and has a copy of. Columns of objects whose
+elements are dicts of tensors, as the inputs of images are, are known by their array and these tensors.
 
 Knows batches; no transport, no role.
 """
@@ -11,7 +12,6 @@ Knows batches; no transport, no role.
 from __future__ import annotations
 
 import pickle
-import uuid
 import weakref
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -32,12 +32,14 @@ from verl.batch.ragged import (
     JoinedTokens,
     Layout,
     Ragged,
+    RemoteRows,
     cat_columns,
     select_columns,
     tensor_from_numpy,
     tensor_to_numpy,
 )
 from verl.protocol import DataProto, DataProtoError
+from verl.single_controller.errors import WorkerGroupStopped
 
 Key = tuple[int, str]
 """Name of a column between a driver and its ranks: a number, of the call that returned it if one did; and its name."""
@@ -77,7 +79,7 @@ def without_training(data: DataProto, first: int) -> DataProto:
 # -- Driver ----------------------------------------------------------------------------------------------------------
 
 
-@dataclass
+@dataclass(eq=False)
 class SplitCall:
     """One call on a batch whose rows are divided among ranks."""
 
@@ -85,6 +87,8 @@ class SplitCall:
     """Rows of the batch."""
     keeps: bool
     """Whether ranks keep its columns: other calls on the same batch may follow."""
+    stays: tuple[str, ...] = ()
+    """Columns of its output that are left with the ranks."""
     number: int | None = None
     """Number of the call in the ledger; None: nothing was sent through one."""
     rows: dict[int, np.ndarray] = field(default_factory=dict)
@@ -144,12 +148,12 @@ class SentBatch(NamedTuple):
     meta_info: tuple[bytes, list[bytearray]]
     """Pickled once for all ranks, with its arrays."""
     number: int
+    stays: tuple[str, ...]
 
 
 class CacheState(NamedTuple):
     """What a rank may keep, sent in front of a call's arguments."""
 
-    ledger: str
     keys: tuple[Key, ...]
     calls: tuple[int, ...]
     """Calls whose output the driver has not read yet."""
@@ -160,6 +164,43 @@ class KeptOutput(NamedTuple):
 
     output: Any
     names: tuple[str, ...]
+
+
+class RemoteColumn:
+    """A column of a call's output that is with the ranks which made it: fetched from all when one part is read."""
+
+    def __init__(self, key: Key, role: str, parts: Mapping[int, RemoteRows], fetch: Callable[[RemoteColumn], None]):
+        """``parts`` by rank; they hold this object, which holds neither them nor the object of the method ``fetch``."""
+        self.key, self.role = key, role
+        self._parts = {rank: weakref.ref(part) for rank, part in parts.items()}
+        self._fetch = weakref.WeakMethod(fetch)
+        for part in parts.values():
+            vars(part)["fetch"] = self.fetch
+
+    def fetch(self) -> None:
+        """Have the parts given their values.
+
+        Raises:
+            WorkerGroupStopped: the ranks have ended.
+        """
+        if (fetch := self._fetch()) is None:
+            raise WorkerGroupStopped(
+                f"{self}, which have ended with their group. Read it, or pickle its batch, before."
+            )
+        fetch(self)
+
+    def __str__(self) -> str:
+        return f"column {self.key[1]!r} is with the processes of {self.role!r} alone"
+
+    @property
+    def ranks(self) -> list[int]:
+        return list(self._parts)
+
+    def fetched(self, columns: Sequence[Ragged]) -> None:
+        """Give the parts their values, in the order of ``ranks``."""
+        for part, column in zip(self._parts.values(), columns, strict=True):
+            if (rows := part()) is not None:
+                vars(rows)["fetched"] = column.values
 
 
 class _Known:
@@ -241,6 +282,9 @@ class _Whole:
     def rows(self, names: list[str], rows: np.ndarray) -> dict[str, Ragged | EncodedColumn]:
         """The rows of these columns, whose values are looked through once for all ranks."""
         columns = {name: self.data._ragged[name] for name in names}
+        for column in columns.values():
+            if column.is_remote:  # before the first message is sent: a rank that has a call may wait for the others
+                _ = column.values
         if len(rows) == len(self.data):
             return dict(columns)
         for column in columns.values():
@@ -261,17 +305,19 @@ class BatchLedger:
 
     def __init__(self, dumps: Callable[..., bytes] = pickle.dumps):
         self._dumps = dumps
-        self._numbers = count()
+        self._numbers = count()  # never used again: ranks may hold what this ledger has forgotten
+        self._unread: weakref.WeakSet[SplitCall] = weakref.WeakSet()
+        self.remote: weakref.WeakSet[RemoteColumn] = weakref.WeakSet()
+        """Columns that only ranks have."""
         self.reset()
 
     def reset(self) -> None:
-        """Assume that no rank holds anything."""
-        self._id = uuid.uuid4().hex
+        """Assume that no rank holds what it was sent."""
         self._told: dict[int, CacheState] = {}
         self.release()
 
     def release(self) -> None:
-        """Let all ranks drop all columns, with the next call that each gets."""
+        """Let all ranks drop the columns that the driver has too, with the next call that each gets."""
         self._known: dict[int, _Known | _KnownObjects] = {}  # by id of the anchor
         self._pending: set[int] = set()
         self._ended: deque[int] = deque()
@@ -300,13 +346,27 @@ class BatchLedger:
 
             args, kwargs = map_arguments(BatchPart, one, request.args, request.kwargs)
             encoded.append(request._replace(args=args, kwargs=kwargs))
-        keys = tuple(sorted(known.key for known in self._known.values()))
-        state = CacheState(self._id, keys, tuple(sorted(self._pending)))
+        keys = {known.key for known in self._known.values()} | {column.key for column in self.remote}
+        calls = self._pending | {call.number for call in self._unread if call.number is not None}
+        state = CacheState(tuple(sorted(keys)), tuple(sorted(calls)))
         for i, request in enumerate(encoded):
             if request.rank in holders or self._told.get(request.rank, state) != state:
                 self._told[request.rank] = state
                 encoded[i] = request._replace(args=(state, *request.args))
         return encoded
+
+    def bind(self, call: SplitCall, outputs: Sequence[Any], role: str, fetch: Callable[[RemoteColumn], None]) -> None:
+        """Make `RemoteColumn`s of what a call's outputs, by rank, have left with the ranks; ``fetch`` fetches one."""
+        self._unread.discard(call)
+        parts: dict[str, dict[int, RemoteRows]] = {}
+        for rank, output in enumerate(outputs):
+            columns = output.output._ragged if isinstance(output, KeptOutput) else {}
+            for name, column in columns.items():
+                if isinstance(column, RemoteRows) and column.is_remote:
+                    parts.setdefault(name, {})[rank] = column
+        assert call.number is not None or not parts
+        for name, of_ranks in parts.items():
+            self.remote.add(RemoteColumn((call.number or 0, name), role, of_ranks, fetch))
 
     def adopt(self, call: SplitCall, outputs: Sequence[Any], result: Any) -> None:
         """Note the columns of a call's ``result`` that ranks have kept; ``outputs``, by rank, are what they sent."""
@@ -332,6 +392,8 @@ class BatchLedger:
         if part.call.number is None:
             part.call.number = next(self._numbers)
             self._pending.add(part.call.number)
+            if part.call.stays:
+                self._unread.add(part.call)
         part.call.rows[rank] = part.rows[: part.own]
         columns: dict[str, Any] = {**whole.known, **whole.objects}
         held = {name: column.rows.get(rank) for name, column in columns.items()}
@@ -389,7 +451,7 @@ class BatchLedger:
         }
         assert part.call.number is not None
         rows_of = rows, part.own, columns, like, dict(whole.joined), objects
-        return SentBatch(*rows_of, rest, whole.meta_info, part.call.number), after
+        return SentBatch(*rows_of, rest, whole.meta_info, part.call.number, part.call.stays), after
 
     def find(self, name: str, column: Ragged) -> _Known | None:
         """What ranks have of a column; None if changes to it could not be seen."""
@@ -472,7 +534,6 @@ class BatchCache:
     """The columns that a rank keeps from one call to the next."""
 
     def __init__(self) -> None:
-        self._ledger = ""
         self._held: dict[Key, _Held] = {}
         self._joined: dict[tuple[Key, Key], JoinedTokens] = {}
         self._objects: dict[Key, dict[int, tuple[dict[str, Tensor], list]]] = {}  # with `_content`, by number
@@ -492,7 +553,7 @@ class BatchCache:
         """Keep the columns of a call's output, if it has a row for each of ``sent``; returns it with their names."""
         if not isinstance(output, DataProto) or len(output) != len(sent.rows):
             return output
-        names = []
+        names, output = [], output.select()
         for name, column in output._ragged.items():
             if not isinstance(column, CountedPositions | JoinedTokens) and column.fill != "position":
                 values = column.values.detach().cpu()
@@ -502,12 +563,20 @@ class BatchCache:
                 kept = kept if sent.own == len(output) else kept.slice(0, sent.own)
                 self._held[sent.number, name] = _Held(kept, sent.rows[: sent.own])
                 names.append(name)
+                if name in sent.stays and values.is_floating_point() and values.element_size() > 1:
+                    output._ragged[name] = RemoteRows.of(Ragged(values, layout, column.fill))
         return KeptOutput(output, tuple(names))
+
+    def column(self, key: Key) -> DataProto:
+        """Return a column of an earlier call's output, of this rank's own rows."""
+        held = self._held.get(key)
+        if held is None:
+            raise StaleBatchError(_not_sent(key[1], key))
+        self._check(key[1], held)
+        return DataProto.from_ragged({key[1]: held.column})
 
     def _drop(self, state: CacheState) -> None:
         keys, calls = set(state.keys), set(state.calls)
-        if state.ledger != self._ledger:
-            self._ledger, keys, calls = state.ledger, set(), set()
         # what this very message brings is added afterwards
         for key in [key for key in self._held if key not in keys and key[0] not in calls]:
             del self._held[key]
@@ -521,11 +590,8 @@ class BatchCache:
             held = self._held.get(key)
             if held is None and new is None:
                 raise StaleBatchError(_not_sent(name, key))
-            if held is not None and held.column.values._version != held.version:
-                raise StaleBatchError(
-                    f"column {name!r} was written to in place by an earlier method of this rank, whose later ones read "
-                    "it too: change a copy, ragged(name).values.clone(), or the padded form, batch.batch[name]."
-                )
+            if held is not None:
+                self._check(name, held)
             if new is not None and rows is not None:
                 assert isinstance(new, Ragged)
                 if held is not None:
@@ -543,6 +609,14 @@ class BatchCache:
         for name, like in sent.counted.items():
             data.put(name, CountedPositions(data._ragged[like].layout if isinstance(like, str) else like))
         return without_training(data, sent.own) if sent.own < len(sent.rows) else data
+
+    @staticmethod
+    def _check(name: str, held: _Held) -> None:
+        if held.column.values._version != held.version:
+            raise StaleBatchError(
+                f"column {name!r} was written to in place by an earlier method of this rank, and is read after it: "
+                "change a copy, ragged(name).values.clone(), or the padded form, batch.batch[name]."
+            )
 
     def _dicts(self, name: str, sent: SentObjects) -> np.ndarray:
         """A column of dicts of tensors; rows that share one in the driver share one here."""

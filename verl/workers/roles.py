@@ -54,6 +54,10 @@ UPDATE_COLUMNS = TOKENS + (
 """Columns a loss may read."""
 
 
+SCORES = ("old_log_probs", "entropys")
+"""Columns that the driver reads for some options only."""
+
+
 class TrainedRole(EngineWorker):
     """Verbs of a role whose engine is trained: its mini-batches and its checkpoints."""
 
@@ -161,7 +165,7 @@ class ReferenceRole(HybridWorker):
         with engine.on_device():
             yield Reference.of(engine, self.actor, option, **options)
 
-    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, mesh="ref", reads=TOKENS, balanced=True)
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, mesh="ref", reads=TOKENS, balanced=True, stays=("ref_log_prob",))
     def compute_ref_log_prob(self, data: DataProto) -> DataProto:
         """Score the responses under the reference: adds ``ref_log_prob`` (B, R)."""
         split, temperature = self.config.ref.log_prob_split, self.config.rollout.temperature
@@ -214,11 +218,12 @@ class PolicyRole(ReferenceRole, TrainedRole):
             config.model.custom_chat_template,
         )
 
-    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, mesh="actor", reads=TOKENS, balanced=True)
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, mesh="actor", reads=TOKENS, balanced=True, stays=SCORES)
     def compute_log_prob(self, data: DataProto) -> DataProto:
         """Score the responses under the current policy: adds ``old_log_probs`` and ``entropys``, both (B, R).
 
-        With ``actor.calculate_sum_pi_squared`` also ``sum_pi_squared`` (B, R).
+        Also ``entropy_sums`` (B,) float64, each row's over the tokens of ``response_mask``, if the batch has that; with
+        ``actor.calculate_sum_pi_squared`` also ``sum_pi_squared`` (B, R).
         """
         rollout, want = self.config.rollout, Want.LOG_PROBS | Want.ENTROPY
         if self.config.actor.calculate_sum_pi_squared:
@@ -227,9 +232,9 @@ class PolicyRole(ReferenceRole, TrainedRole):
         with self.ledger.phase("log_prob"), self.actor.on_device():
             self.check_own_canaries()
             scored = self.actor.infer(data, want, rollout.log_prob_split, temperature=rollout.temperature)
-        return scored.rename(["log_probs", "entropy"], ["old_log_probs", "entropys"])
+        return _named_scores(scored, data)
 
-    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, mesh="actor", reads=UPDATE_COLUMNS, balanced=True)
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, mesh="actor", reads=UPDATE_COLUMNS, balanced=True, stays=SCORES)
     def update_actor(self, data: DataProto) -> DataProto:
         """Run ``ppo_epochs`` over the batch in mini-batches, one optimizer step each; returns metrics.
 
@@ -252,7 +257,14 @@ class PolicyRole(ReferenceRole, TrainedRole):
             self.actor.step_schedule()
         metrics.add(self.ledger.metrics())
         scored.meta_info["metrics"] = metrics.lists()
-        return scored.rename(["log_probs", "entropy"], ["old_log_probs", "entropys"]) if want else scored
+        return _named_scores(scored, data) if want else scored
+
+
+def _named_scores(scored: DataProto, data: DataProto) -> DataProto:
+    """Return the engine's scores of ``data`` as the driver names them, with the sum of each row's entropy."""
+    if "response_mask" in data:
+        scored.put("entropy_sums", scored.ragged("entropy").row_sums(data.ragged("response_mask")))
+    return scored.rename(["log_probs", "entropy"], ["old_log_probs", "entropys"])
 
 
 class ValueRole(TrainedRole):

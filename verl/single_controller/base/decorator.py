@@ -349,7 +349,8 @@ def collect_rows(group, outputs, mesh_name: str | None = None):
     if not all(isinstance(output, DataProto) for output in outputs):
         return outputs
     # they are of no one else: what the driver does not read is never copied
-    return outputs[0] if len(outputs) == 1 else DataProto._concat(outputs, later=True)
+    is_here = not any(outputs[0].is_remote(name) for name in outputs[0].keys())
+    return outputs[0] if len(outputs) == 1 and is_here else DataProto._concat(outputs, later=True)
 
 
 def _refuse_direct_call(group, *args, **kwargs):
@@ -468,6 +469,7 @@ class Registration:
     mesh: str | None
     reads: tuple[str, ...] | None
     balanced: bool
+    stays: tuple[str, ...]
 
     def __getitem__(self, name: str):
         return getattr(self, name)
@@ -481,6 +483,7 @@ def register(
     mesh: str | None = None,
     reads: Sequence[str] | None = None,
     balanced: bool = False,
+    stays: Sequence[str] = (),
 ) -> Callable[[Callable], Callable]:
     """Make a worker method callable on the worker group. Works on plain and on async methods.
 
@@ -495,6 +498,8 @@ def register(
         balanced: split a batch by the ``PartitionPlan`` that it carries, if that names this method: into parts of
             unequal length, each with its ``step_rows`` in an update. Joined rows come back in the
             order of the batch.
+        stays: columns of the output that stay with the ranks, of a ``balanced`` call whose ranks all answer. The driver
+            fetches one when it first reads its values; later calls on the same rows read it where it is.
     """
     if isinstance(reads, str):
         raise ValueError(f"register(reads={reads!r}): a string is not a list of column names. Write ({reads!r},).")
@@ -509,6 +514,7 @@ def register(
         mesh=mesh,
         reads=None if reads is None else tuple(reads),
         balanced=balanced,
+        stays=tuple(stays),
     )
 
     def decorate(method: Callable) -> Callable:

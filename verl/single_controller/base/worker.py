@@ -24,6 +24,10 @@ MESH_POSITIONS = "__mesh_positions__"
 """Name that asks a `WorkerHost` for the meshes a role registered, in place of a method name."""
 
 
+FETCH_COLUMN = "__fetch_column__"
+"""Name that asks a `WorkerHost` for a column that it keeps, in place of a method name."""
+
+
 class Worker:
     """One rank of one role. Subclasses call ``super().__init__()`` and mark their methods with `register`.
 
@@ -186,6 +190,8 @@ class WorkerHost:
             self._batches.opened(args, kwargs)
             return dict(vars(worker).get("_mesh_positions", {}))
         args, kwargs, sent = self._guarded(role, method, self._batches.opened, (args, kwargs), {})
+        if method == FETCH_COLUMN:
+            return self._guarded(role, method, self._batches.column, args, kwargs)
         with process_trace.call(role, method):
             output = self._guarded(role, method, getattr(worker, method), args, kwargs)
         if not keep:

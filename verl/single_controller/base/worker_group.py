@@ -35,8 +35,15 @@ from verl.single_controller.base.decorator import (
     restore_rows,
     split_rows,
 )
-from verl.single_controller.base.worker import MESH_POSITIONS, FusedWorker
-from verl.single_controller.batch_cache import BatchLedger, BatchPart, KeptOutput, SplitCall, map_arguments
+from verl.single_controller.base.worker import FETCH_COLUMN, MESH_POSITIONS, FusedWorker
+from verl.single_controller.batch_cache import (
+    BatchLedger,
+    BatchPart,
+    KeptOutput,
+    RemoteColumn,
+    SplitCall,
+    map_arguments,
+)
 from verl.single_controller.deadlines import Deadlines, Wait, waiting_for
 from verl.single_controller.errors import WorkerDiagnostics, WorkerGroupError, WorkerGroupStopped, WorkerTimeout
 
@@ -177,6 +184,7 @@ class Hosts(ABC):
         self.ledger: BatchLedger | None = None
         """Of hosts whose ranks keep batches; None: every call brings all it needs."""
         self._sent: weakref.WeakSet = weakref.WeakSet()  # handles that nobody has waited for
+        self._pid, self._is_sending = os.getpid(), False
         self._lock = threading.RLock()  # threads of the driver take turns: a rank answers one call at a time anyway
 
     def submit(self, role: str, method: str, requests: Sequence[Request], exposed: bool = False) -> list:
@@ -189,11 +197,16 @@ class Hosts(ABC):
         with self._lock:  # ranks get messages in the order in which the ledger wrote them
             try:
                 encoded = self._encoded(requests)
+                for request in encoded:
+                    map_arguments(DataProto, DataProto.fetched, request.args, request.kwargs)
+                self._is_sending = True
                 handles = self._stopping_on_failure(lambda: self._submit(role, method, encoded, exposed))
             except BaseException:
                 if self.ledger is not None:
                     self.ledger.reset()  # some ranks may not have got what it has written
                 raise
+            finally:
+                self._is_sending = False
         if not exposed:
             self._sent.update(handles)
         return handles
@@ -203,6 +216,27 @@ class Hosts(ABC):
             return self.ledger.encoded(requests)
         plain = [map_arguments(BatchPart, BatchPart.taken, request.args, request.kwargs) for request in requests]
         return [request._replace(args=args, kwargs=kw) for request, (args, kw) in zip(requests, plain, strict=True)]
+
+    def bind(self, call: SplitCall, outputs: Sequence, role: str) -> None:
+        """Let the columns that a call's outputs have left with the ranks be fetched when they are read."""
+        if self.ledger is not None:
+            with self._lock:
+                self.ledger.bind(call, outputs, role, self._fetch)
+
+    def _fetch(self, column: RemoteColumn) -> None:
+        with self._lock:
+            if self.stopped or os.getpid() != self._pid:
+                why = "were stopped" if self.stopped else "answer to the process that started them"
+                raise WorkerGroupStopped(
+                    f"{column}, and these {why}. Read it, or pickle its batch, before."
+                ) from self.failure
+            if self._is_sending:  # ranks that have the call may wait for those that do not
+                raise ValueError(f"{column}, and is in an argument that is being sent. Read it before the call.")
+            requests = [Request(rank, (column.key,), {}, keep=True) for rank in column.ranks]
+            outputs = self.run(column.role, FETCH_COLUMN, requests)
+            column.fetched([output.ragged(column.key[1]) for output in outputs])
+            if self.ledger is not None:
+                self.ledger.remote.discard(column)
 
     def adopt(self, call: SplitCall, outputs: Sequence, result: Any) -> None:
         """Note which columns of a call's result its ranks have kept."""
@@ -584,7 +618,12 @@ def invoke(group, name: str, registration: Registration, args: tuple, kwargs: di
     padding = partition = None
     if registration.balanced and mode.parts is not None:  # before columns are selected: it reads some of its own
         partition = plan_partition(args, kwargs, name, mode.parts(group))
-    split = None if partition is None else SplitCall(partition.num_rows, keeps=_has_later_calls(args, kwargs))
+    split = None
+    if partition is not None:
+        answer = mode.sources(group) if mode.sources else range(group.world_size)
+        # else those that do not answer would have to be sent the column
+        stays = registration.stays if len(answer) == group.world_size else ()
+        split = SplitCall(partition.num_rows, _has_later_calls(args, kwargs), stays)
     args, kwargs = map_batches(lambda data: keep_columns(data, registration.reads), args, kwargs)
     if partition is not None:
         args, kwargs = map_batches(lambda data: split_rows(data, partition, split), args, kwargs)
@@ -606,6 +645,8 @@ def invoke(group, name: str, registration: Registration, args: tuple, kwargs: di
         group.clear_mesh_positions()
 
     def collect(outputs: list) -> Any:
+        if split is not None:
+            group._hosts.bind(split, outputs, group.role)
         plain = [output.output if isinstance(output, KeptOutput) else output for output in outputs]
         result = restore_rows(drop_padding(mode.collect_fn(group, plain), padding), partition)
         if split is not None:

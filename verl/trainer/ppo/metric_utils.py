@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 
 from verl.algorithms.reward_shaping import cut_at_limit
-from verl.batch.ragged import Ragged
 from verl.protocol import DataProto
 from verl.rewards.managers.scoring import without_failed_episodes
 from verl.telemetry.metric import reduce_metrics
@@ -71,7 +70,7 @@ def compute_data_metrics(batch: DataProto, use_critic: bool = True) -> dict[str,
         return metrics
     first = first_rows(batch)  # of each trajectory: its score is that of all its rows
     for name, column in (("score", "token_level_scores"), ("rewards", "token_level_rewards")):
-        sums = trajectory_sums(batch, _row_sums(batch.ragged(column)))
+        sums = trajectory_sums(batch, batch.ragged(column).row_sums())
         metrics |= _spread(f"critic/{name}", sums if first is None else sums[first])
     sampled = batch.ragged("response_mask").values.bool()
     advantages, returns = (batch.ragged(name).values[sampled] for name in ("advantages", "returns"))
@@ -112,7 +111,7 @@ def signal_metrics(batch: DataProto) -> dict[str, float]:
     if not len(response):
         return {}
     mask = batch.ragged("response_mask")
-    teaches = _row_sums(mask.like((batch.ragged("advantages").values != 0) & mask.values.bool()))
+    teaches = mask.like((batch.ragged("advantages").values != 0) & mask.values.bool()).row_sums()
     cut = cut_at_limit(response.lengths, response.width, batch.non_tensor_batch.get("finish_reason"))
     metrics = {
         "batch/zero_advantage_ratio": (teaches == 0).double().mean().item(),
@@ -121,7 +120,7 @@ def signal_metrics(batch: DataProto) -> dict[str, float]:
     }
     if "uid" in batch.non_tensor_batch:
         _, group, sizes = np.unique(batch.non_tensor_batch["uid"].astype(str), return_inverse=True, return_counts=True)
-        scores = trajectory_sums(batch, _row_sums(batch.ragged("token_level_scores"))).cpu().numpy()
+        scores = trajectory_sums(batch, batch.ragged("token_level_scores").row_sums()).cpu().numpy()
         low, high = np.full(len(sizes), np.inf), np.full(len(sizes), -np.inf)
         np.minimum.at(low, group.reshape(-1), scores)
         np.maximum.at(high, group.reshape(-1), scores)
@@ -198,12 +197,6 @@ def _spread(name: str, values: Tensor) -> dict[str, float]:
     values = values.detach().double()
     low, high = values.aminmax()
     return {f"{name}/mean": values.mean().item(), f"{name}/max": high.item(), f"{name}/min": low.item()}
-
-
-def _row_sums(column: Ragged) -> Tensor:
-    """Return (B,) float64 sums over each row's valid tokens."""
-    values = column.values.detach().double()
-    return torch.segment_reduce(values, "sum", lengths=column.layout.lengths, unsafe=True)
 
 
 def _lengths(batch: DataProto) -> tuple[tuple[Tensor, int], tuple[Tensor, int]]:

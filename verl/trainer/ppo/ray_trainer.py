@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from verl.algorithms.aggregate import agg_loss
+from verl.algorithms.aggregate import agg_rows
 from verl.algorithms.kl import get_kl_controller
 from verl.checkpoint import run_state as checkpoint
 from verl.checkpoint.run_state import RunCheckpoints, saved_groups
@@ -47,7 +47,6 @@ from verl.trainer.ppo.experience import (
     difficulty_of,
     gigpo_metrics,
     partition_plan,
-    response_column,
     row_cost,
 )
 from verl.trainer.ppo.health import HealthMonitor
@@ -409,13 +408,14 @@ class RayPPOTrainer(RecipeNames):
 
     def with_log_probs(self, batch: DataProto, scored: DataProto) -> DataProto:
         """Add ``old_log_probs`` (B, R) as the actor has ``scored`` them, and record entropy and mismatch."""
-        entropys, mask = response_column(scored, "entropys"), response_column(batch, "response_mask")
         shared = self.config.actor_rollout_ref
-        entropy = agg_loss(entropys, mask, shared.actor.loss_agg_mode, shared.rollout.response_length)
+        mask = batch.ragged("response_mask")
+        given, counts = "entropy_sums" in scored, mask.like(mask.values != 0).row_sums()
+        sums = scored.column("entropy_sums") if given else scored.ragged("entropys").row_sums(mask)
+        entropy = agg_rows(sums, counts, shared.actor.loss_agg_mode, shared.rollout.response_length)
         self.metrics["actor/entropy"] = entropy.item()
-        self.token_entropy = agg_loss(entropys, mask, "token-mean").item() if mask.any() else None
-        scored.pop(batch_keys=["entropys"])
-        batch = batch.union(scored)
+        self.token_entropy = agg_rows(sums, counts, "token-mean", 1.0).item() if counts.any() else None
+        batch = batch.union(scored.select([name for name in scored.keys() if not name.startswith("entropy")]))
         if "rollout_log_probs" in batch.keys():
             metrics, warning = self.mismatch(batch, self.global_steps)
             self.metrics.update(metrics)
@@ -487,7 +487,7 @@ class RayPPOTrainer(RecipeNames):
                 updated = self.actor_wg.update_actor(batch)
                 self.record(updated)
             if self.skips_old_log_probs:
-                batch = self.with_log_probs(batch, updated.pop(batch_keys=["old_log_probs", "entropys"]))
+                batch = self.with_log_probs(batch, updated.select(meta_info_keys=()))
                 self.check_finite(batch)  # its gradient was not finite either, so no weight has changed
 
     def resampled(self, batch: DataProto) -> DataProto:

@@ -167,7 +167,9 @@ def replay(folder: Path) -> tuple[list[Comparison], bool]:
             ("log-probs", trainer.evaluate),
             ("advantages", trainer.estimate_advantages),
         ):
-            if not any(name in made for name in STAGES[stage]):
+            if lost := [name for name in STAGES[stage] if name in about.get("left_out", ())]:
+                print(f"{stage}: {', '.join(lost)} had stayed with processes that ended, and cannot be compared")
+            elif not any(name in made for name in STAGES[stage]):
                 print(f"{stage}: the recorded step did not come so far")
             batch = run(batch)
             names = [name for name in STAGES[stage] if name in made and name in batch.keys()]
@@ -207,10 +209,12 @@ def row_gradients(folder: Path) -> list[tuple[float, str]]:
     """
     changes = {"trainer__n_gpus_per_node": 1, "actor_rollout_ref__actor__optim__lr": 0.0}
     changes |= {"actor_rollout_ref__actor__ulysses_sequence_parallel_size": 1}
-    with recorded_step(folder, **changes) as (trainer, batch, _):
+    with recorded_step(folder, **changes) as (trainer, batch, about):
         if "advantages" not in batch.keys():
             return []
         trainer.divide_batch(batch)
+        if "ref_log_prob" in about.get("left_out", ()):
+            batch = batch.union(trainer.ref_wg.compute_ref_log_prob(batch))
         norms = []
         for row in range(len(batch)):
             one = batch.select_idxs([row])

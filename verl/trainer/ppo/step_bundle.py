@@ -21,6 +21,7 @@ from verl.checkpoint.rows_file import check_savable, save_rows
 from verl.checkpoint.run_state import save_options, saved_groups, step_folder, write_durable
 from verl.config.trainer import TrainerConfig
 from verl.protocol import DataProto
+from verl.single_controller.errors import WorkerGroupError
 from verl.version import __version__
 
 ROWS, STEP, FOLDER = "rows.safetensors", "step.json", "steps"
@@ -102,7 +103,7 @@ class StepRecorder:
         self._written = folder
         rows = self.batch.select(deepcopy=False)
         rows.put("response_mask", self._mask)
-        self._state["left_out"] = _keep_savable(rows)
+        self._state["left_out"] = _drop_lost(rows) + _keep_savable(rows)
         save_rows(folder / ROWS, rows, {"step": step})
         save_options(folder, trainer.options.to_dict())
         self._state["weights"] = self._weights(trainer, folder, keeps_weights)
@@ -145,6 +146,18 @@ class StepRecorder:
             **self._state,
         }
         write_durable(folder / STEP, lambda path: path.write_text(json.dumps(about, indent=1)))
+
+
+def _drop_lost(rows: DataProto) -> list[str]:
+    """Take out of ``rows`` the columns that stayed with processes which have ended; returns their names."""
+    lost = []
+    for name in rows.keys():
+        try:
+            _ = rows.ragged(name).values if rows.is_remote(name) else None
+        except WorkerGroupError:
+            rows.pop([name])
+            lost.append(name)
+    return lost
 
 
 def _keep_savable(rows: DataProto) -> list[str]:
