@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from verl.algorithms.aggregate import agg_rows
+from verl.algorithms.aggregate import agg_loss, agg_rows
 from verl.algorithms.kl import get_kl_controller
 from verl.checkpoint import run_state as checkpoint
 from verl.checkpoint.run_state import RunCheckpoints, saved_groups
@@ -93,6 +93,7 @@ __all__ = [
     "ResourcePoolManager",
     "Role",
     "WorkerType",
+    "agg_loss",
     "apply_kl_penalty",
     "compute_advantage",
     "compute_data_metrics",
