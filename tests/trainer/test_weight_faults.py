@@ -234,7 +234,7 @@ def test_a_stale_adapter_is_found(tmp_path, monkeypatch):
             run.step()
 
             def sends_old(patch, worker, name=name, old=old):
-                patch.setattr(LocalEngine, name, lambda self, dtype=None: iter(old))
+                patch.setattr(LocalEngine, name, lambda self, *args: iter(old))
 
             check_found(run, sends_old, "does not compute with the weights", monkeypatch)
 
@@ -261,7 +261,7 @@ def test_a_stale_adapter_and_a_stale_head_are_found_in_an_engine(engine, tmp_pat
         run.step()
 
         def sends_old(patch, worker):
-            patch.setattr(LocalEngine, "weights", lambda self, dtype=None: iter(old))
+            patch.setattr(LocalEngine, "weights", lambda self, *args: iter(old))
 
         check_found(run, sends_old, "does not compute with the weights", monkeypatch)
         run.step()

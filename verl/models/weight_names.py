@@ -38,9 +38,7 @@ def checkpoint_tensors(model: Any, named: Iterable[tuple[str, Tensor]]) -> Itera
         (checkpoint name, tensor). At most the tensors of one submodule are held, to be split together.
     """
     named = ((plain_name(name), tensor) for name, tensor in named)
-    if getattr(model, "_weight_conversions", None) is None:
-        remember_conversions(model)
-    if not model._weight_conversions:
+    if not conversions(model):
         yield from named
         return
     from transformers.core_model_loading import revert_weight_conversion
@@ -55,6 +53,13 @@ def checkpoint_tensors(model: Any, named: Iterable[tuple[str, Tensor]]) -> Itera
         held[name] = tensor
     if held:
         yield from revert_weight_conversion(model, held).items()
+
+
+def conversions(model: Any) -> list:
+    """The conversions between names of ``model`` and of its checkpoint; empty where they are the same."""
+    if getattr(model, "_weight_conversions", None) is None:
+        remember_conversions(model)
+    return model._weight_conversions
 
 
 def convert_weight_keys(state_dict: Mapping[str, Tensor], model: Any) -> dict[str, Tensor]:

@@ -6,6 +6,7 @@ device back afterwards. aiohttp is imported when a server is started.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -41,11 +42,13 @@ from verl.workers.rollout.base import (
 from verl.workers.rollout.memory import memory_errors
 from verl.workers.rollout.monitor import engine_phase
 from verl.workers.rollout.weights.canary import CanaryError, canary_prompts, explanation, generate_canary
-from verl.workers.rollout.weights.sync import compare_memory, sync_adapter, sync_weights
+from verl.workers.rollout.weights.sync import compare_memory, listed, sync_adapter, sync_weights
 
 if TYPE_CHECKING:
     from verl.workers.rollout.server.engine_loop import EngineLoop
     from verl.workers.rollout.server.server import RolloutServer
+
+logger = logging.getLogger(__name__)
 
 PROMPT_COLUMNS = ("input_ids", "attention_mask", "position_ids", "raw_prompt_ids", "seeds", "uid", "multi_modal_data")
 """Columns generation reads, those of them that there are."""
@@ -60,6 +63,8 @@ class RolloutRole(HybridWorker):
     """The server's own, or ``server`` itself."""
     serving: AbstractContextManager[RolloutEngine] | None = None
     """`rollout_mode`, entered, while the rollout serves."""
+    sharded: frozenset[str] | None = None
+    """Weights that the last sync left sharded; None before the engine's layout is known."""
 
     def init_rollout(self) -> None:
         """Build the rollout engine; its weights arrive from the policy at the first generation."""
@@ -140,7 +145,34 @@ class RolloutRole(HybridWorker):
             adapter = self.actor.adapter_weights(dtype)
             sync_adapter(adapter, lambda: self.actor.base_weights(dtype), self.rollout, version, bucket_bytes)
         else:
-            sync_weights(self.actor.weights(dtype), self.rollout, version, bucket_bytes)
+            self.sharded = self.sharded_names()
+            sharded = self.sharded or frozenset()
+            sync_weights(self.actor.weights(dtype, sharded), self.rollout, version, bucket_bytes, sharded=sharded)
+
+    def sharded_names(self) -> frozenset[str] | None:
+        """Weights that need no gathering: every rank's engine holds just the rows that its actor keeps.
+
+        None: not known, which is so before the first sync. All ranks call it together.
+        """
+        own = self.actor.own_rows
+        if self.rollout.tensor_parallel_size == 1 or not own:
+            return None
+        held = self.rollout.rows_held()
+        same = frozenset(name for name, rows in own.items() if held.get(name) == rows)
+        names = frozenset.intersection(*all_gather_objects(same))
+        if not held:
+            return None
+        if names != self.sharded and get_rank() == 0:
+            logger.log(
+                logging.INFO if names else logging.WARNING,
+                "weight sync: %d weights go from every rank's actor (%s) to its own engine without a gather. Gathered "
+                "are those of which engines hold other rows (rollout.tensor_model_parallel_size=%d): %s",
+                len(names),
+                self.actor.layout,
+                self.rollout.tensor_parallel_size,
+                listed(own.keys() - names),
+            )
+        return names
 
     def generate_canary(self, version: int) -> None:
         """Generate the tokens that `HybridWorker.compare_canaries` compares with the actor's log-probabilities."""
@@ -184,9 +216,10 @@ class RolloutRole(HybridWorker):
                     retry = str(error)
             held = all_gather_objects(self.rollout.read_back())
             actor, is_apart = self.actor, self.sends_adapter
-            parts = [actor.base_weights(dtype), actor.adapter_weights(dtype)] if is_apart else [actor.weights(dtype)]
-            weights = chain.from_iterable(parts)
-            meaning = explanation(compare_memory(weights, held, dtype), any(held), retry, tolerance)
+            sent = actor.weights(dtype, self.sharded or ())
+            parts = [actor.base_weights(dtype), actor.adapter_weights(dtype)] if is_apart else [sent]
+            changed = compare_memory(chain.from_iterable(parts), held, dtype, all_gather_objects)
+            meaning = explanation(changed, any(held), retry, tolerance)
         except Exception as error:
             first_line = str(error).split("\n", 1)[0]
             meaning = f"Its memory could not be compared ({type(error).__name__}: {first_line})."

@@ -6,6 +6,7 @@ import logging
 import math
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
+from functools import cached_property
 from itertools import chain, pairwise
 from typing import Any
 
@@ -22,6 +23,7 @@ from verl.config.engine import FSDPConfig, MixedPrecisionConfig
 from verl.models.loader import cast_parameters, check_finite, empty_model, load_model, stored_model
 from verl.models.token_outputs import attach_token_outputs
 from verl.models.weight_files import WeightFiles
+from verl.models.weight_names import conversions, plain_name
 from verl.telemetry.memory import host_memory
 from verl.utils.device import current_device, device_memory, empty_cache, has_own_memory, move_optimizer_state
 from verl.utils.distributed import (
@@ -234,7 +236,9 @@ class FSDPEngine(Engine):
         return norm
 
     @torch.no_grad()
-    def full_tensors(self, dtype: torch.dtype | None, leave_out: Collection[str]) -> Iterator[tuple[str, Tensor]]:
+    def full_tensors(
+        self, dtype: torch.dtype | None, leave_out: Collection[str], sharded: Collection[str] = ()
+    ) -> Iterator[tuple[str, Tensor]]:
         for name, tensor in self.module.state_dict().items():
             if name in leave_out:
                 continue
@@ -242,7 +246,23 @@ class FSDPEngine(Engine):
                 # cast before gathering: half the bytes travel
                 tensor = tensor.to(dtype)
             tensor = tensor.to(self.device)
-            yield name, tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+            if isinstance(tensor, DTensor):
+                tensor = tensor.to_local() if name in sharded else tensor.full_tensor()
+            yield name, tensor
+
+    @cached_property
+    def own_rows(self) -> dict[str, tuple[int, int]]:
+        if self.has_adapter or self.topology.world_size == 1 or conversions(self.module):
+            return {}
+        rows = {}
+        for name, tensor in self.module.state_dict().items():
+            if isinstance(tensor, DTensor) and plain_name(name) == name:
+                size, offset = compute_local_shape_and_global_offset(
+                    tensor.shape, tensor.device_mesh, tensor.placements
+                )
+                if size[1:] == tensor.shape[1:]:
+                    rows[name] = (offset[0], size[0])
+        return rows
 
     def model_state(self) -> dict[str, Tensor]:
         return self._saved(self.module.state_dict())

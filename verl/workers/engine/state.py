@@ -93,16 +93,25 @@ class EngineState(ABC):
         tensors = [tensor for _, tensor in self.full_tensors(self.spec.compute_torch_dtype, others)]
         return tensors[0]
 
-    def weights(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
+    @property
+    def own_rows(self) -> Mapping[str, tuple[int, int]]:
+        """Checkpoint name -> (first row, number of rows) that this rank keeps of it, where ``weights`` can leave it
+        sharded.
+        """
+        return {}
+
+    def weights(self, dtype: torch.dtype | None = None, sharded: Collection[str] = ()) -> Iterator[tuple[str, Tensor]]:
         """Yield every weight whole, one at a time, under its checkpoint name; all ranks iterate together.
 
         Tied weights come once. A tensor may be the model's own memory: copy what should outlive the next step.
 
         Args:
             dtype: cast floating point weights to it.
+            sharded: names in ``own_rows`` of which each rank gets its own rows only; equal on all ranks.
         """
         if not self.has_adapter:
-            yield from checkpoint_tensors(self.module, self.full_tensors(dtype, tied_duplicates(self.module)))
+            named = self.full_tensors(dtype, tied_duplicates(self.module), *([sharded] if sharded else []))
+            yield from checkpoint_tensors(self.module, named)
             return
         from verl.models.lora import merge_adapter
 

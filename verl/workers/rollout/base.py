@@ -10,7 +10,7 @@ import logging
 import math
 from abc import ABC, abstractmethod
 from array import array
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 from typing import TYPE_CHECKING, Any, Literal
@@ -393,6 +393,16 @@ class RolloutEngine(ABC):
             WeightSyncError: as `update_weights`, or the weights below are not what they were.
         """
         raise WeightSyncError(f"{type(self).__name__} holds no adapter apart from its weights: send them merged.")
+
+    def rows_held(self) -> dict[str, tuple[int, int]]:
+        """Name -> (first row, number of rows) of tensors of the last sync of which ``update_shards`` takes those rows
+        alone; not while asleep.
+        """
+        return {}
+
+    def update_shards(self, version: int, buckets: Iterable[Bucket], sharded: Collection[str]) -> Receipt:
+        """As `update_weights`, with just the rows of ``rows_held`` of the tensors named in ``sharded``."""
+        raise NotImplementedError(f"{type(self).__name__} takes whole tensors only")
 
     def read_back(self) -> dict[str, int]:
         """Checksums of what memory holds now, by the names of the last sync; empty where an engine cannot tell.

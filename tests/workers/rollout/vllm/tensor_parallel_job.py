@@ -8,6 +8,8 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
+from itertools import count
+from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
@@ -16,12 +18,16 @@ from transformers import AutoModelForCausalLM
 from tests.support.ranks import run_ranks
 from tests.workers.rollout.conftest import rollout_config, weights_of
 from tests.workers.rollout.test_contract import FUSED, a_noisy_line, flip_a_bit, mixed_requests, only
+from verl.models.loader import ModelSpec
+from verl.utils.distributed import all_gather_objects
+from verl.workers.engine.fsdp import FSDPEngine
+from verl.workers.generation import RolloutRole
 from verl.workers.rollout import get_rollout_class
 from verl.workers.rollout.base import Request, SamplingParams, WeightSyncError
 from verl.workers.rollout.server.client import RolloutClient
 from verl.workers.rollout.server.engine_loop import EngineLoop, tensor_parallel_broadcast
 from verl.workers.rollout.server.server import RolloutServer
-from verl.workers.rollout.weights.sync import sync_weights
+from verl.workers.rollout.weights.sync import checksum, compare_memory, sync_weights
 
 SPREAD = {
     "tensor": {"tensor_model_parallel_size": 2},
@@ -44,6 +50,7 @@ def job(folder: str, spread: str) -> dict:
         "same after sleep": again == generated,
         "held": sum(parameter.numel() for parameter in rollout.model.parameters()),
         "served": serve(rollout),
+        "sharded": sync_shards(rollout, folder) if spread == "tensor" else None,
         "caught": spoil_a_shard(rollout, model),
         "lost": lose_a_tensor(rollout, model),
         "shared memory": shared_memory_name() if spread == "tensor" else None,
@@ -97,6 +104,47 @@ async def generate_and_abort(address: str) -> list:
     return [(completion.finish_reason, len(completion.token_ids)) for completion in generated]
 
 
+def sync_shards(rollout, folder: str) -> dict:
+    """Syncs from an actor that is sharded over the ranks of the engine: whole tensors, then rows without a gather."""
+    actor, versions, held = FSDPEngine(ModelSpec(folder, compute_dtype="fp32")), count(3), []
+    for parameter in actor.module.parameters():
+        parameter.detach().to_local().mul_(1.5)
+
+    def sync(sharded=frozenset(), change=lambda named: named) -> str:
+        try:
+            named = change(actor.weights(None, sharded))
+            sync_weights(named, rollout, next(versions), bucket_bytes=64 << 10, sharded=sharded)
+        except WeightSyncError as error:
+            return str(error)
+        return ""
+
+    def sharded_names() -> frozenset[str]:
+        return RolloutRole.sharded_names(SimpleNamespace(actor=actor, rollout=rollout, sharded=None))
+
+    def compared() -> str:
+        sums = all_gather_objects(rollout.read_back())
+        return compare_memory(actor.weights(None, names), sums, torch.float32, all_gather_objects)
+
+    def spoils(named=()):
+        yield from named
+        if dist.get_rank() == 1:
+            flip_a_bit("", rollout.model.model.layers[0].self_attn.qkv_proj.weight)
+
+    names = sharded_names()
+    for sharded in (frozenset(), names):
+        rollout.sleep(level=2)
+        rollout.wake()
+        problem = sync(sharded)
+        held.append({name: checksum(parameter) for name, parameter in rollout.model.named_parameters()})
+    found = {"names": sorted(names), "problem": problem, "equal": held[0] == held[1], "compared": compared()}
+    list(spoils())
+    found["spoiled in memory"] = compared()
+    spoiled = sync(names, spoils)
+    found |= {"spoiled": spoiled, "after a failure": sharded_names(), "again": sync()}
+    found |= {"lost": sync(sharded_names(), lambda named: (pair for pair in named if "1.mlp.up_proj" not in pair[0]))}
+    return found
+
+
 def spoil_a_shard(rollout, model) -> str:
     """Rank 1's memory changes after the load; both ranks must say so."""
     load_weights = rollout.model.load_weights
@@ -108,7 +156,7 @@ def spoil_a_shard(rollout, model) -> str:
 
     rollout.model.load_weights = loads_and_spoils
     try:
-        sync_weights(weights_of(model), rollout, version=3)
+        sync_weights(weights_of(model), rollout, version=13)
     except WeightSyncError as error:
         return str(error)
     finally:
@@ -120,7 +168,7 @@ def lose_a_tensor(rollout, model) -> str:
     """A tensor that reaches rank 0 only."""
     with a_noisy_line(rollout, only(FUSED, lambda n, t: [(n, t)] if dist.get_rank() == 0 else [])):
         try:
-            sync_weights(weights_of(model), rollout, version=4)
+            sync_weights(weights_of(model), rollout, version=14)
         except WeightSyncError as error:
             return str(error)
     return ""

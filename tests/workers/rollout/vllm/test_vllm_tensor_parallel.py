@@ -70,6 +70,22 @@ def test_a_fault_on_one_rank_fails_the_sync_on_all_of_them(ranks):
     assert all("gate_up_proj.weight" in rank["lost"] for rank in ranks)
 
 
+def test_weights_that_both_sides_shard_alike_arrive_bit_for_bit_without_a_gather(ranks):
+    layers = [f"model.layers.{i}.{part}_proj" for i in range(2) for part in ("mlp.gate", "mlp.up", "self_attn.q")]
+    for sharded in (rank["sharded"] for rank in ranks[:4]):
+        assert {f"{layer}.weight" for layer in layers} <= set(sharded["names"])
+        assert not [name for name in sharded["names"] if any(part in name for part in ("o_proj", "down_proj", "norm"))]
+        assert sharded["problem"] == sharded["compared"] == "" and sharded["equal"]
+
+
+def test_a_fault_of_one_ranks_rows_fails_the_sync_on_all_ranks_and_the_next_one_brings_all_weights(ranks):
+    for sharded in (rank["sharded"] for rank in ranks[:4]):
+        assert "model.layers.0.self_attn.q_proj.weight in the memory of rank 1" in sharded["spoiled in memory"]
+        assert "shards of model.layers.0.self_attn.q_proj.weight" in sharded["spoiled"]
+        assert sharded["after a failure"] is None and sharded["again"] == ""
+        assert "model.layers.1.mlp.gate_up_proj.weight" in sharded["lost"]
+
+
 def test_shared_memory_has_a_name_of_its_own_in_every_job(ranks):
     one, same_job, other, _ = names = [rank["shared memory"] for rank in ranks[:4]]
     assert one == same_job and one != other

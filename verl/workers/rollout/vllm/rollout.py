@@ -6,7 +6,7 @@ make every call together, with the same requests and the same weights. Runs with
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -66,7 +66,7 @@ from verl.workers.rollout.vllm.weights import (
     unwrapped,
     worker_of,
 )
-from verl.workers.rollout.weights.load import WeightLoad
+from verl.workers.rollout.weights.load import Rows, WeightLoad
 
 _TAGS = ("weights", "kv_cache")
 
@@ -114,6 +114,7 @@ class VLLMRollout(ModelRollout):
         self._derived = DerivedWeights(self.model, self.device.type, has_graphs)
         self._memory = CPUMemory(self.llm, self.model, self.lora is not None) if on_cpu else DeviceMemory(self.llm)
         self._base: WeightLoad | None = None
+        self._rows: dict[str, Rows] = {}
         self._adapter: AdapterLoad | None = None
         self._base_slept = False
         self._asleep: set[str] = set()
@@ -144,18 +145,37 @@ class VLLMRollout(ModelRollout):
 
     # -- weights -------------------------------------------------------------------------------------------------------
 
-    @torch.no_grad()
     def update_weights(self, version: int, buckets: Iterable[Bucket]) -> Receipt:
         """Load the buckets with vLLM's own loader and sum up what its memory holds of each sent tensor.
 
         A tensor of which this rank holds a shard is judged shard by shard against what arrived; it is reported as what
         arrived if every rank holds its shards, and the replica's shards make up the whole.
         """
+        return self.update_shards(version, buckets, ())
+
+    @torch.no_grad()
+    def update_shards(self, version: int, buckets: Iterable[Bucket], sharded: Collection[str]) -> Receipt:
+        """The same, but what arrives of the tensors in ``sharded`` is copied to where the sync before put those rows.
+
+        That sync has shown that the rows of all ranks make up the whole.
+        """
         self.check_nothing_runs("update_weights()")
         self.holds_base, self._base_slept, self._adapter = False, False, None
         with unwrapped(self.model):
-            self._base = WeightLoad(self.model, self.device, self._derived.names, self.tensor_parallel_size > 1)
-            return self._receive_weights(self._base, version, buckets)
+            is_shared, rows = self.tensor_parallel_size > 1, {name: self._rows[name] for name in sharded}
+            self._rows = {}
+            self._base = WeightLoad(self.model, self.device, self._derived.names, is_shared, sharded=rows)
+            receipt = self._receive_weights(self._base, version, buckets)
+        self._rows = self._base.rows() if is_shared else {}
+        return receipt
+
+    def rows_held(self) -> dict[str, tuple[int, int]]:
+        storages = {parameter.untyped_storage().data_ptr() for parameter in self.model.parameters()}
+        return {
+            name: (first, len(held))
+            for name, (first, held) in self._rows.items()
+            if held.untyped_storage().data_ptr() in storages
+        }
 
     @torch.no_grad()
     def update_adapter(self, version: int, buckets: Iterable[Bucket]) -> Receipt:

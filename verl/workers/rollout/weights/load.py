@@ -7,8 +7,9 @@ Knows tensors and copies, no engine.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Set
+from collections.abc import Iterable, Iterator, Mapping, Set
 from itertools import chain, islice
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -44,6 +45,13 @@ class Part(NamedTuple):
     held: Tensor
 
 
+class Rows(NamedTuple):
+    """A block of rows of a sent tensor and the view of the engine's memory that holds them."""
+
+    first: int
+    held: Tensor
+
+
 class LoadWatcher(TorchDispatchMode):
     """While active, notes every copy from a sent tensor into the engine's memory, and every fill of that memory.
 
@@ -58,6 +66,8 @@ class LoadWatcher(TorchDispatchMode):
         self.last: str | None = None
         """The tensor that the loader took last."""
         self._written: dict[str, set[Region]] = {}
+        self.filled: set[str] = set()
+        """Tensors of the engine that have elements which were not sent: padding."""
         self.announced: dict[int, list[tuple[str, Tensor]]] = {}
         """Storage -> name and tensor of the bucket being loaded."""
 
@@ -69,6 +79,12 @@ class LoadWatcher(TorchDispatchMode):
             self.parts[name] = []
             self.last = name
             yield name, tensor
+
+    def put(self, name: str, rows: Tensor, held: Tensor) -> None:
+        """Copy rows of a tensor to where they belong, without the engine's loader."""
+        held.copy_(rows)
+        self._written.setdefault(self.owner[held.untyped_storage().data_ptr()], set()).add(Region.of(held))
+        self.parts[name] = [Part(Region.of(rows, int(rows.storage_offset())), held)]
 
     def written(self, name: str) -> int:
         """Number of elements of the engine's tensor ``name`` that were written."""
@@ -89,6 +105,7 @@ class LoadWatcher(TorchDispatchMode):
             return
         if source is None:
             self._written.setdefault(owner, set()).add(Region.of(held))
+            self.filled.add(owner)
             return
         for name, tensor in self.announced.get(source.untyped_storage().data_ptr(), ()):
             first = int(tensor.storage_offset())
@@ -147,6 +164,7 @@ class WeightLoad:
         derived: parameters that are not sent, but made of others.
         is_shared: whether other ranks hold parts of the same engine, and must learn of what is wrong here.
         engine: its name in messages.
+        sharded: ``rows`` of a load before this one, of the names of which those rows alone will be sent.
     """
 
     def __init__(
@@ -156,8 +174,10 @@ class WeightLoad:
         derived: Set[str] = frozenset(),
         is_shared: bool = False,
         engine: str = "vLLM",
+        sharded: Mapping[str, Rows] = MappingProxyType({}),
     ):
         self.model, self.engine = model, engine
+        self.sharded = sharded
         self.is_shared = is_shared
         self.derived = derived
         self.device = device
@@ -183,7 +203,7 @@ class WeightLoad:
             raise WeightSyncError(f"{listed(twice)} was sent twice in one sync.")
         try:
             with self.watcher:
-                self.model.load_weights(self.watcher.announce(bucket))
+                self.model.load_weights(self.watcher.announce([pair for pair in bucket if pair[0] not in self.sharded]))
         except Exception as error:
             shapes = {name: tuple(tensor.shape) for name, tensor in bucket}
             last = self.watcher.last
@@ -191,6 +211,9 @@ class WeightLoad:
                 f"{self.engine}'s loader refused {last} of shape {shapes.get(last)} ({type(error).__name__}: {error}). "
                 "Are model.path and model.override_config the same on both sides?"
             ) from error
+        for name, tensor in bucket:
+            if name in self.sharded:
+                self.watcher.put(name, tensor, self.sharded[name].held)
         self.record_sent(bucket)
 
     def record_sent(self, bucket: Bucket) -> None:
@@ -219,7 +242,23 @@ class WeightLoad:
 
     def held_regions(self) -> dict[str, list]:
         """Name -> regions of the sent tensor that this rank holds, for the other ranks of the replica."""
-        return {name: [part.source for part in self.watcher.parts[name]] for name in self._sent}
+        whole = self._sent.keys() - self.sharded.keys()
+        return {name: [part.source for part in self.watcher.parts[name]] for name in whole}
+
+    def rows(self) -> dict[str, Rows]:
+        """Name as it was sent -> its rows, where memory holds one block of them and no padding."""
+        found = {}
+        for name, sent in self._sent.items():
+            parts = {(part.source, Region.of(part.held)): part for part in self.watcher.parts[name]}
+            if name in self.sharded:
+                found[name] = self.sharded[name]
+            elif len(parts) == 1 and sent.shape:
+                [(source, held)] = parts.values()
+                block = torch.empty((source.shape[0], *sent.shape[1:]), device="meta")
+                is_padded = self.watcher.owner[held.untyped_storage().data_ptr()] in self.watcher.filled
+                if Region.of(block, -source.offset) == source and not is_padded:
+                    found[name] = Rows(source.offset // max(1, sent.shape[1:].numel()), held)
+        return found
 
     def find_problem(self, regions: list[dict[str, list]]) -> str | None:
         """The problem with the shards, given the regions that every rank of the replica holds."""
@@ -227,7 +266,8 @@ class WeightLoad:
         lost = [
             name
             for name, sent in self._sent.items()
-            if not covers((region for rank in regions for region in rank.get(name, ())), sent.shape.numel())
+            if name not in self.sharded  # found by a load before this one
+            and not covers((region for rank in regions for region in rank.get(name, ())), sent.shape.numel())
         ]
         if lost:
             return f"the engine has no place for all of {listed(lost)}."

@@ -8,7 +8,8 @@ version. Knows neither training nor rollout engines, only `RolloutEngine`'s inte
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -31,6 +32,7 @@ def sync_weights(
     version: int,
     bucket_bytes: int = 512 << 20,
     dtype: torch.dtype | None = None,
+    sharded: Collection[str] = (),
 ) -> Receipt:
     """Hand a full set of weights to a rollout and make sure that it holds them.
 
@@ -42,6 +44,7 @@ def sync_weights(
         version: the sender's version of these weights.
         bucket_bytes: bytes handed over at once.
         dtype: floating tensors are cast to it on the way; None means what the rollout holds.
+        sharded: names in ``rollout.rows_held()`` of which ``named_tensors`` has those rows only.
 
     Returns:
         The rollout's receipt. Afterwards ``rollout.version == version``.
@@ -50,7 +53,8 @@ def sync_weights(
         WeightSyncError: names the tensors that are missing, unknown, misshapen or differ. The rollout then refuses to
             generate until a sync succeeds.
     """
-    return _send_checked(rollout.update_weights, named_tensors, rollout, version, bucket_bytes, dtype)
+    update = partial(rollout.update_shards, sharded=sharded) if sharded else rollout.update_weights
+    return _send_checked(update, named_tensors, rollout, version, bucket_bytes, dtype)
 
 
 def sync_adapter(
@@ -216,7 +220,10 @@ def compare(sent: dict[str, int], receipt: Receipt, version: int) -> None:
 
 
 def compare_memory(
-    named_tensors: Iterable[tuple[str, Tensor]], held: Sequence[dict[str, int]], dtype: torch.dtype
+    named_tensors: Iterable[tuple[str, Tensor]],
+    held: Sequence[dict[str, int]],
+    dtype: torch.dtype,
+    gather: Callable[[dict[str, int]], Sequence[dict[str, int]]] | None = None,
 ) -> str:
     """Say which tensors rollouts hold otherwise than the trainer; empty where all are equal.
 
@@ -224,13 +231,14 @@ def compare_memory(
         named_tensors: the trainer's, as they are sent.
         held: ``RolloutEngine.read_back`` of every rank; an empty one is not compared.
         dtype: of the rollouts' weights.
+        gather: all ranks' checksums of what they sent, where that was not the same on all of them.
     """
     pending: dict[str, Checksum] = {}
     for _ in with_checksums(named_tensors, dtype, pending):
         pass
-    own = finish(pending)
+    sent = finish(pending)
     found = []
-    for rank, sums in enumerate(held):
+    for rank, (own, sums) in enumerate(zip(gather(sent) if gather else [sent] * len(held), held, strict=True)):
         names = [name for name in own.keys() | sums.keys() if own.get(name) != sums.get(name)] if sums else []
         if names:
             found.append(f"{listed(names)} in the memory of rank {rank} ({len(names)} of {len(own)} tensors)")
