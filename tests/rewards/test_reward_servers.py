@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import os
 import threading
 import urllib.error
 import urllib.request
@@ -15,13 +16,18 @@ from aiohttp import web
 from transformers import AutoModelForSequenceClassification
 
 from tests.rewards.managers.batches import TOKENIZER, batch_of
+from tests.single_controller.roles import Counter
 from tests.support.composing import load_over
 from tests.support.runs import make_task, overrides, read_metrics, run_job
 from verl.config.reward import RewardModelConfig, RewardModelModelConfig, RewardRouterConfig
+from verl.preflight.estimates import memory_plan
 from verl.rewards.managers.early import EarlyScoring
 from verl.rewards.router import Router, close_router, router_of
 from verl.rewards.scorers import http_json
+from verl.single_controller import get_controller
+from verl.single_controller.base.decorator import Dispatch, register
 from verl.single_controller.mailbox import sender
+from verl.trainer.ppo.placement import REWARD_POOL, Role, default_pools, default_roles, start_worker_groups
 from verl.utils.tiny_model import make_tiny_model
 from verl.workers.reward_server import RewardServerError, RewardServerWorker, ServedRewardModel, score_of
 
@@ -153,6 +159,16 @@ def test_a_classifier_on_servers_gives_the_score_of_each_response(short_pauses, 
         close_router()
 
 
+def cache_bytes(rollout):
+    if rollout.config.name == "vllm":
+        return rollout.memory_parts()["rollout cache"]
+    return sum(rollout.call_schedulers("tests.rewards.test_reward_servers:held_cache"))
+
+
+def held_cache(extension):
+    return extension._memory["kv_cache"].held
+
+
 ENGINES = [pytest.param(name, marks=getattr(pytest.mark, name)) for name in ("vllm", "sglang")]
 
 
@@ -168,7 +184,8 @@ def test_a_classifier_in_a_rollout_engine_gives_the_scores_of_transformers(engin
     )
     rollout = {"name": engine, "dtype": "float32", "max_num_seqs": 4}
     model = RewardModelModelConfig(path=folder, input_tokenizer="policy")
-    config = RewardModelConfig(enable=True, enable_resource_pool=True, rollout=rollout, model=model, max_length=30)
+    config = RewardModelConfig(enable=True, rollout=rollout, model=model, max_length=30)
+    assert config.shares_devices
     own = AutoModelForSequenceClassification.from_pretrained(folder, dtype=torch.float32).eval()
     batch = batch_of(["5", "abc", "", "a long response"], raw_prompt=["q"] * 4)
     worker = RewardServerWorker(config, "rm")
@@ -178,8 +195,18 @@ def test_a_classifier_in_a_rollout_engine_gives_the_scores_of_transformers(engin
         address = worker.start_server("a token")
         assert post(address.removeprefix("http://"), "/classify", {"input": [5], "use_activation": False})[0] == 401
         router.use([address], "a token")
+        served_model = ServedRewardModel(config, TOKENIZER, router, worker)
+        for _ in range(2):  # it wakes, scores and sleeps again
+            assert worker.rollout.is_asleep and not served_model.begins_early and cache_bytes(worker.rollout) == 0
+            scored = served_model.compute_rm_score(batch)
+            served_model.next_round(kept=0)
+        worker.stop_server()
+        worker.rollout.wake()
+        assert cache_bytes(worker.rollout) > 0
+        router.use([worker.start_server("a token")], "a token")  # as one with devices of its own, which is awake
         served_model = ServedRewardModel(config, TOKENIZER, router)
-        scored = served_model.compute_rm_score(batch)
+        asleep, scored = scored, served_model.compute_rm_score(batch)
+        torch.testing.assert_close(asleep.column("rm_scores"), scored.column("rm_scores"), rtol=1e-4, atol=1e-5)
         assert scored.column("rm_tokens_cut").bool().tolist() == [False, False, False, True]
         rows, _ = served_model.retokenizer(["q"] * 4, list(batch.ragged("responses").rows()))
         with torch.no_grad():
@@ -242,10 +269,50 @@ def test_a_judge_in_a_rollout_engine_of_its_own_scores_the_responses_of_a_run(tm
 
 
 def test_a_reward_model_with_devices_of_its_own_has_a_pool():
-    from verl.trainer.ppo.placement import REWARD_POOL, Role, default_pools, default_roles
-
     words = ["enable=true", "enable_resource_pool=true", "nnodes=2", "n_gpus_per_node=3"]
     config = load_over((), [f"reward_model.{word}" for word in words]).config
     pools = default_pools(config, default_roles(config))
     assert pools.resource_pool_spec[REWARD_POOL] == [3, 3] and pools.mapping[Role.RewardModel] == REWARD_POOL
     assert config.world_size_of(config.reward_model) == 6 and config.processes_beside == {"reward model": 6}
+
+
+class Placed(Counter):
+    def __init__(self, config, role):
+        super().__init__()
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def configure(self, settings):
+        """As a role's worker."""
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_reward_model_in_an_engine_has_processes_of_its_own_on_the_devices_of_training(ranks):
+    words = ["reward_model.enable=true", "reward_model.rollout.name=vllm", f"trainer.n_gpus_per_node={ranks}"]
+    config = load_over((), [*words, "trainer.controller=local"]).config
+    assert default_roles(config)[Role.RewardModel] is RewardServerWorker
+    assert config.world_size_of(config.reward_model) == ranks and not config.processes_beside
+    roles, controller = dict.fromkeys([Role.ActorRollout, Role.RewardModel], Placed), get_controller("local")
+    pools = default_pools(config, roles)
+    groups = start_worker_groups(config, roles, pools, controller, 1, "cpu")
+    try:
+        assert [*groups] == [Role.RewardModel, Role.ActorRollout]  # loaded, and asleep, before the others
+        engine, policy = (group.place() for group in groups.values())
+        assert [one["LOCAL_RANK"] for one in engine] == [one["LOCAL_RANK"] for one in policy]
+        assert not {one["pid"] for one in engine} & {os.getpid(), *(one["pid"] for one in policy)}
+    finally:
+        controller.stop()
+
+
+def test_the_doctor_counts_the_engine_of_a_reward_model_on_the_devices_of_training(tmp_path):
+    make_tiny_model(tmp_path / "model")
+    words = [f"{role}.model.path={tmp_path / 'model'}" for role in ("actor_rollout_ref", "reward_model")]
+    words += ["trainer.device=cuda", "reward_model.enable=true"]
+    engine = "reward_model.rollout={name: vllm, gpu_memory_utilization: 0.25}"
+    plain, shared = (
+        {phase.phase: phase for phase in memory_plan(load_over((), rest).config, 80 << 30)}
+        for rest in (words, [*words, engine])
+    )
+    parts = shared["reward model"].parts
+    assert parts["reward engine weights"] + parts["reward engine cache"] == 20 << 30
+    assert parts["process"] == 2 * plain["reward model"].parts["process"]
+    assert "reward_model.rollout.gpu_memory_utilization" in shared["reward model"].way_out

@@ -216,7 +216,7 @@ class RewardModelConfig(Config):
 
     enable_resource_pool: bool = False
     """Devices of its own for the reward model, or for the engine of ``rollout``: ``nnodes`` x ``n_gpus_per_node``.
-    False: it takes turns with the policy on the devices of training."""
+    False: it takes turns with the policy on the devices of training, where an engine sleeps while it does not score."""
 
     nnodes: int = option(0, read_if("enable_resource_pool"), at_least=0)
     """Nodes that only it uses."""
@@ -225,13 +225,13 @@ class RewardModelConfig(Config):
     """Devices of each such node."""
 
     rollout: dict[str, Any] = option({})
-    """With ``enable_resource_pool``: run ``model.path`` in a rollout engine behind a server; keys of
-    ``actor_rollout_ref.rollout`` such as name, tensor_model_parallel_size, dtype, max_model_len,
-    gpu_memory_utilization, engine_kwargs. With ``enable=true`` a sequence classifier (vllm, sglang) that scores each
-    response as soon as it has ended. With ``enable=false`` a language model that judges (hf, vllm, sglang): a reward
-    function asks it by its argument ``reward_router_address``. Empty: there is none."""
+    """Run ``model.path`` in a rollout engine behind a server; keys of ``actor_rollout_ref.rollout`` such as name,
+    tensor_model_parallel_size, dtype, max_model_len, gpu_memory_utilization, engine_kwargs. With ``enable=true`` a
+    sequence classifier (vllm, sglang): with ``enable_resource_pool`` it scores each response as soon as it has ended,
+    without it the batch when it is whole. With ``enable=false`` and ``enable_resource_pool`` a language model that
+    judges (hf, vllm, sglang): a reward function asks it by its argument ``reward_router_address``. Empty: none."""
 
-    server_host: str = option("127.0.0.1", read_if("enable_resource_pool"))
+    server_host: str = "127.0.0.1"
     """Address on which the engine of ``rollout`` listens; the driver must reach it."""
 
     server_urls: str | list[str] = option([])
@@ -331,7 +331,13 @@ class RewardModelConfig(Config):
     @property
     def runs_server(self) -> bool:
         """Does this run have a judge or a classifier of its own, in a rollout engine?"""
-        return self.enable_resource_pool and not self.server_urls and bool(self.rollout.get("name"))
+        has_devices = self.enable_resource_pool or self.enable
+        return has_devices and not self.server_urls and bool(self.rollout.get("name"))
+
+    @property
+    def shares_devices(self) -> bool:
+        """Does a classifier in a rollout engine take turns with the policy on the devices of training?"""
+        return self.runs_server and not self.enable_resource_pool
 
     @property
     def asks_servers(self) -> bool:
@@ -358,7 +364,7 @@ class RewardModelConfig(Config):
         """Options of the rollout engine of ``rollout``, a RolloutConfig; what is wrong goes to ``problems``."""
         base = RolloutConfig(
             load_format="auto",
-            free_cache_engine=False,
+            free_cache_engine=self.shares_devices,
             tensor_model_parallel_size=1,
             prompt_length=2048,
             response_length=2048,

@@ -246,7 +246,9 @@ def memory_plan(config: PPOConfig, gpu_bytes: int | None = None) -> list[PhaseMe
         return []
     device = "cpu" if config.trainer.device == "cpu" else "cuda"
     shared, process = config.actor_rollout_ref, {"process": PROCESS[device]}
-    rollout = _rollout(config, actor.model, gpu_bytes)
+    rollout, judge = _rollout(config, actor.model, gpu_bytes), _reward_engine(config, gpu_bytes)
+    if judge:  # a process besides, with a context of its own, also while it sleeps
+        process = {"process": 2 * process["process"]}
     awake = process | ({} if shared.rollout.free_cache_engine or not shared.hybrid_engine else rollout)
     rows = -(-config.prompts_per_update * shared.rollout.n // config.dp_size(shared.actor))
     freed = _freed(config, roles) if device == "cpu" else 0
@@ -263,6 +265,8 @@ def memory_plan(config: PPOConfig, gpu_bytes: int | None = None) -> list[PhaseMe
         if key in roles:
             parts = _forward(config, roles[key], split, rows, device)
             phases.append(PhaseMemory(name, awake | _resident(roles, key) | parts))
+    if judge:
+        phases.append(PhaseMemory("reward model", awake | _resident(roles, None) | judge))
     for key in (ACTOR, "critic"):
         if key in roles:
             parts = _resident(roles, key, updates=True) | _update(config, roles[key], device)
@@ -386,6 +390,18 @@ def _rollout(config: PPOConfig, model: ModelShape, gpu_bytes: int | None) -> dic
     return {"rollout weights": weights, "cache": cache}
 
 
+def _reward_engine(config: PPOConfig, gpu_bytes: int | None) -> dict[str, int]:
+    """Return the bytes of a reward model's engine on the GPUs of training while it scores; empty: there is none."""
+    section = config.reward_model
+    model = shape_of(config, "reward_model") if section.shares_devices and config.trainer.device != "cpu" else None
+    if model is None:
+        return {}
+    options = section.engine_options()
+    weights = model.parameters * BYTES.get(options.dtype, 2) // options.tensor_model_parallel_size
+    share = int((gpu_bytes or 0) * options.gpu_memory_utilization)
+    return {"reward engine weights": weights, "reward engine cache": max(0, share - weights)}
+
+
 def checkpoint_bytes(config: PPOConfig) -> int | None:
     """Return the bytes of one checkpoint of all trained roles on disk; None without a local config.json."""
     total = 0
@@ -417,6 +433,8 @@ def _way_out(config: PPOConfig, phase: PhaseMemory) -> str:
         "logits": f"lower {key}.{budget}",
         "rollout weights": f"raise {ROLLOUT}.tensor_model_parallel_size, or set {ROLLOUT}.dtype=bfloat16",
         "cache": f"lower {ROLLOUT}.gpu_memory_utilization or {ROLLOUT}.max_num_seqs, or data.max_response_length",
+        "reward engine weights": f"raise {RM}.rollout.tensor_model_parallel_size",
+        "reward engine cache": f"lower {RM}.rollout.gpu_memory_utilization",
         "copy to save": f"{ACTOR}.checkpoint.async_save=false",
         # of any role
         "weights": f"{offload['param']}{fewer}",

@@ -36,7 +36,7 @@ from verl.single_controller.base.worker import TracedWorker
 from verl.telemetry.memory import Entry, MemoryLedger, bytes_by_place
 from verl.telemetry.metric import FlopsCounter, get_device_flops
 from verl.utils.config import typed_section
-from verl.utils.device import get_device_name, use_deterministic_algorithms
+from verl.utils.device import empty_cache, get_device_name, use_deterministic_algorithms
 from verl.utils.distributed import all_gather_objects, ensure_process_group, get_world_size
 from verl.utils.import_utils import import_users_modules
 from verl.utils.tokenizer import hf_processor, hf_tokenizer
@@ -148,6 +148,11 @@ class EngineWorker(TracedWorker):
                     found[f"{name} {kind}"] = bytes_by_place(tensors, self.device)
         rollout = getattr(self, "rollout", None)
         return found | (rollout.memory_parts() if rollout is not None else {})
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def free_memory(self) -> None:
+        """Give back the device memory that torch keeps for later, before another process takes it."""
+        empty_cache(torch.device(self.device))
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def memory_entries(self) -> list[Entry]:

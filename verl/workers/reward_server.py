@@ -1,15 +1,17 @@
-"""Reward models on servers: a judge or classifier in rollout engines on devices of its own; the client of a classifier.
+"""Reward models on servers: a judge or classifier in rollout engines of their own; the client of a classifier.
 
 A judge writes text: reward functions ask it through the router (`verl.rewards.router`). A classifier gives a number a
-text: vLLM's and SGLang's servers have ``/classify`` for it, and so has ours.
+text: vLLM's and SGLang's servers have ``/classify`` for it, and so has ours. On devices of its own it scores responses
+as they end; on those of the policy it is asleep but for the time in which it scores a batch.
 """
 
 from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -33,6 +35,7 @@ from verl.workers.model_worker import EngineWorker
 from verl.workers.reward_model import ChatRetokenizer, max_input_tokens, scores_at_last_token
 from verl.workers.rollout import get_rollout_class
 from verl.workers.rollout.base import Request, SamplingParams
+from verl.workers.rollout.memory import RolloutOutOfMemory, memory_errors
 from verl.workers.rollout.monitor import engine_phase
 from verl.workers.rollout.server.engine_loop import EngineLoop, tensor_parallel_broadcast
 from verl.workers.rollout.server.limits import json_body
@@ -66,17 +69,14 @@ class RewardServerWorker(EngineWorker):
             if self.config.enable and not options.max_model_len:
                 options = options.with_values({"max_model_len": longest_text(self.config)})
             engine = get_rollout_class(options.name, classifies=self.config.enable)
-            try:
-                with engine_phase(options.name, "start"):
-                    self.rollout = engine(folder, options, self.device, model.trust_remote_code)
-            except ValueError as error:  # engines name the policy's keys
-                raise ValueError(str(error).replace("actor_rollout_ref.rollout", "reward_model.rollout")) from error
+            with own_keys(), memory_errors(options, "start"), engine_phase(options.name, "start"):
+                self.rollout = engine(folder, options, self.device, model.trust_remote_code)
         rank, size = get_rank(), self.rollout.tensor_parallel_size
         self._register_dispatch_collect_info("rm", dp_rank=rank // size, is_collect=rank % size == 0)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def start_server(self, token: str) -> str | None:
-        """Serve from now on; the address on the first rank of each engine.
+        """Serve from now on, or from `wake_engine` on; the address on the first rank of each engine.
 
         Args:
             token: what clients must send.
@@ -86,7 +86,7 @@ class RewardServerWorker(EngineWorker):
         if rank % size:
             follower = self.server = EngineLoop(self.rollout, broadcast=broadcast, follows=True)
             follower.start()
-            follower.resume(self.rollout.version)
+            self._resume()
             return None
         classifies = self.config.enable
         server = self.server = (ClassifierServer if classifies else RolloutServer)(
@@ -99,9 +99,28 @@ class RewardServerWorker(EngineWorker):
             broadcast=broadcast,
         )
         address = server.start()
-        assert self.rollout.version is not None, "it has read its weights"
-        server.resume(self.rollout.version)
+        self._resume()
         return address
+
+    def _resume(self) -> None:
+        if self.server is not None and not self.rollout.is_asleep:
+            assert self.rollout.version is not None, "it has read its weights"
+            self.server.resume(self.rollout.version)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def wake_engine(self) -> None:
+        """Take the device's memory, and answer requests until `sleep_engine`."""
+        with own_keys(), memory_errors(self.rollout.config, "wake"), self.ledger.phase("rm_wake"):
+            self.rollout.wake()
+        self._resume()
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def sleep_engine(self) -> None:
+        """Give the device's memory back; requests wait for the next `wake_engine`."""
+        if self.server is not None:
+            self.server.pause()
+        with self.ledger.phase("rm_sleep"):
+            self.rollout.sleep()
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def stop_server(self) -> None:
@@ -109,6 +128,16 @@ class RewardServerWorker(EngineWorker):
         if self.server is not None:
             self.server.stop()
             self.server = None
+
+
+@contextmanager
+def own_keys() -> Iterator[None]:
+    """Name this section's keys in errors of engines, which name the policy's."""
+    try:
+        yield
+    except (ValueError, RolloutOutOfMemory) as error:
+        kind = RolloutOutOfMemory if isinstance(error, RolloutOutOfMemory) else ValueError
+        raise kind(str(error).replace("actor_rollout_ref.rollout", "reward_model.rollout")) from error
 
 
 class ClassifierServer(RolloutServer):
@@ -146,15 +175,20 @@ class ServedRewardModel:
         config: the section ``reward_model``.
         policy: the policy's tokenizer.
         router: to the servers.
-    """
+        engine: the group of the servers where they take turns on the devices of others; None: they are always awake.
+        others: groups on the same devices.
 
-    begins_early = True
-    """Responses can be scored as they end; see `verl.rewards.managers.early`."""
+    Attributes:
+        begins_early: whether responses can be scored as they end; see `verl.rewards.managers.early`.
+    """
 
     early_columns: tuple[Sequence[str], Sequence[str]] = ("raw_prompt",), ()
 
-    def __init__(self, config: RewardModelConfig, policy: Any, router: Router):
-        self.config, self.router = config, router
+    def __init__(
+        self, config: RewardModelConfig, policy: Any, router: Router, engine: Any = None, others: Sequence[Any] = ()
+    ):
+        self.config, self.router, self.engine, self.others = config, router, engine, others
+        self.begins_early = engine is None
         judge = hf_tokenizer(config.model.path, trust_remote_code=config.model.trust_remote_code)
         # of a model on servers the folder may hold the tokenizer alone
         longest = longest_text(config) if config.runs_server else config.max_length
@@ -202,20 +236,37 @@ class ServedRewardModel:
             RewardServerError: a response has no score.
         """
         responses = data.ragged("responses")
-        with self._turn:
-            rows, lengths = self.retokenizer(list(data.non_tensor_batch["raw_prompt"]), list(responses.rows()))
-            answers = self._begin(rows)
-        try:
-            scores = torch.tensor([self._score(number, answer) for number, answer in enumerate(answers)])
-        except BaseException:
-            for answer in answers:
-                answer.cancel()
-            raise
+        with self._awake():
+            with self._turn:
+                rows, lengths = self.retokenizer(list(data.non_tensor_batch["raw_prompt"]), list(responses.rows()))
+                answers = self._begin(rows)
+            try:
+                scores = torch.tensor([self._score(number, answer) for number, answer in enumerate(answers)])
+            except BaseException:
+                for answer in answers:
+                    answer.cancel()
+                raise
         scored = DataProto.from_ragged({"rm_scores": scores_at_last_token(scores, responses)})
         read = torch.tensor([len(row) for row in rows])
         scored.put("rm_tokens", read)
         scored.put("rm_tokens_cut", lengths - read)
         return scored
+
+    @contextmanager
+    def _awake(self) -> Iterator[None]:
+        """Within the block an engine that takes turns has the devices' memory."""
+        if self.engine is None:
+            yield
+            return
+        self.next_round()
+        for group in self.others:
+            if hasattr(group, "free_memory"):  # a user's may lack it
+                group.free_memory()
+        self.engine.wake_engine()
+        try:
+            yield
+        finally:
+            self.engine.sleep_engine()
 
     def _score(self, number: int, answer: Answer) -> float:
         """Wait for the score of a response of the batch."""

@@ -189,13 +189,6 @@ _CLASSIFIERS = ("vllm", "sglang")
 def reward_engine_has_devices(config: PPOConfig) -> Iterator[Problem]:
     rm = config.reward_model
     name = rm.rollout.get("name")
-    if rm.enable and name and not rm.server_urls and not rm.enable_resource_pool:
-        text = (
-            f"names a rollout engine, which takes no turns with the policy's on the same devices. Set "
-            f"{RM}.enable_resource_pool=true, nnodes and n_gpus_per_node, or leave rollout out: the training engine "
-            "scores, in turn with the policy."
-        )
-        yield problem(config, f"{RM}.rollout", text, f"{RM}.enable_resource_pool")
     if rm.enable and rm.runs_server and name not in _CLASSIFIERS:
         text = (
             f"has name={name}, which runs no classifier ({RM}.enable=true). Choose {' or '.join(_CLASSIFIERS)}, or "
@@ -210,13 +203,20 @@ def reward_engine_has_devices(config: PPOConfig) -> Iterator[Problem]:
         yield problem(config, f"{RM}.enable_resource_pool", text, f"{RM}.nnodes")
     if rm.runs_server:
         problems: list[Problem] = []
-        size = rm.engine_options(problems).tensor_model_parallel_size
+        options, devices = rm.engine_options(problems), config.world_size_of(rm)
         yield from problems
-        if sum(rm.own_processes) % size:
-            text = (
-                f"has tensor_model_parallel_size={size}, which does not divide the {sum(rm.own_processes)} devices of "
-            )
+        if devices % (size := options.tensor_model_parallel_size):
+            text = f"has tensor_model_parallel_size={size}, which does not divide the {devices} devices of "
             yield problem(config, f"{RM}.rollout", f"{text}nnodes x n_gpus_per_node. Choose a divisor.")
+        policy = config.actor_rollout_ref
+        shares = options.gpu_memory_utilization + policy.rollout.gpu_memory_utilization
+        if rm.shares_devices and not options.free_cache_engine:
+            text = f"has free_cache_engine=false: the engine would not leave {ROLLOUT} the devices that they share. "
+            text += f"Leave it out, or set {RM}.enable_resource_pool=true."
+            yield problem(config, f"{RM}.rollout", text, f"{RM}.enable_resource_pool")
+        elif rm.shares_devices and policy.hybrid_engine and not policy.rollout.free_cache_engine and shares > 1:
+            text = f"while the engine of {RM}.rollout scores: their gpu_memory_utilization make {shares:.2g} together. "
+            yield problem(config, f"{ROLLOUT}.free_cache_engine", f"{text}Set it to true.", f"{RM}.rollout")
 
 
 # -- Settings of rewards and their shaping without effect ------------------------------------------------------------
@@ -267,6 +267,8 @@ def reward_server_options_unused(config: PPOConfig, is_given: IsGiven) -> Iterat
     elif rm.runs_server:
         keys = [f"{RM}.strategy", f"{RM}.micro_batch_size_per_gpu", f"{RM}.router.server"]
         yield from unused(config, keys, is_given, f"the reward model runs in the engine of {RM}.rollout")
+        why = f"without {RM}.enable_resource_pool the engine sleeps while responses are generated"
+        yield from unused(config, [f"{RM}.use_reward_loop"] * rm.shares_devices, is_given, why)
     else:
         keys = [f"{RM}.{name}" for name in (*_OWN_DEVICES, "strategy", "micro_batch_size_per_gpu")]
         yield from unused(config, keys, is_given, f"the reward model runs on {RM}.server_urls")

@@ -263,8 +263,18 @@ def start_worker_groups(
         classes.kwargs.update((name, value) for name, value in settings.items() if takes_all or name in parameters)
         by_pool.setdefault(pools.mapping[role], {})[str(role)] = classes
     nsight = nsight_options(config.profile_plan, config.trainer.worker_nsight_options, config.trainer.default_local_dir)
-    groups = start_groups(by_pool, pools, controller, config.trainer, device, settings, worker_group_cls, nsight)
-    return {role: groups[str(role)] for role in roles}
+    common = (pools, controller, config.trainer, device, settings, worker_group_cls, nsight)
+    groups: dict[str, Any] = {}
+    first: Role | None = None
+    if config.reward_model.shares_devices:
+        # in processes of its own, and before the others: it is asleep when they take their memory
+        first, name = Role.RewardModel, pools.mapping[Role.RewardModel]
+        pool = pools.resource_pool_dict[name]
+        pool.max_colocate_count, pool.concurrent = 2, pool.concurrent + 1
+        groups = start_groups({name: {str(first): by_pool[name].pop(str(first))}}, *common)
+        pool.concurrent -= 1
+    groups |= start_groups(by_pool, *common)
+    return {role: groups[str(role)] for role in sorted(roles, key=lambda role: role is not first)}
 
 
 def start_groups(

@@ -567,7 +567,7 @@ class RayPPOTrainer(RecipeNames):
         self.critic_wg = groups.get(Role.Critic)
         self.rm_wg, self.teacher_wg = groups.get(Role.RewardModel), groups.get(Role.Teacher)
         if self.options.reward_model.asks_servers:
-            self.rm_wg = served_reward_model(self.options.reward_model, self.rm_wg, self.tokenizer)
+            self.rm_wg = served_reward_model(self.options.reward_model, self.rm_wg, self.tokenizer, self.actor_wg)
         self.ref_wg = self.ref_policy_wg = groups.get(Role.RefPolicy, self.actor_wg if self.ref_in_actor else None)
         self.buffer.connect(
             self.options, self.actor_wg, self.rollout_wg, self.tokenizer, self.processor, trainer_config=self.config

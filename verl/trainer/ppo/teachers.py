@@ -19,13 +19,14 @@ from verl.trainer.ppo.experience import response_column
 from verl.workers.teacher import TEACHER_INDEX
 
 
-def served_reward_model(section: Any, group: Any, tokenizer: Any) -> Any:
+def served_reward_model(section: Any, group: Any, tokenizer: Any, policy: Any = None) -> Any:
     """Connect the router of ``reward_model`` with its servers; returns what scores, as a worker group does.
 
     Args:
         section: ``reward_model``.
         group: of the judge or classifier in rollout engines; None: the servers run already.
         tokenizer: the policy's.
+        policy: its group, with which an engine may share devices.
     """
     from verl.rewards.router import router_of  # imports aiohttp
     from verl.workers.reward_server import ServedRewardModel
@@ -34,7 +35,9 @@ def served_reward_model(section: Any, group: Any, tokenizer: Any) -> Any:
     if group is not None:
         token = secrets.token_urlsafe(24)  # other users of this machine reach its loopback
         router.use([address for address in group.start_server(token) if address], token)
-    return ServedRewardModel(section, tokenizer, router) if section.enable else group
+    if not section.enable:
+        return group
+    return ServedRewardModel(section, tokenizer, router, *((group, [policy]) if section.shares_devices else ()))
 
 
 class Teachers:

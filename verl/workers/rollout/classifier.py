@@ -1,7 +1,7 @@
 """Sequence classifiers with one output in rollout engines: token ids in, the output at the last token of each out.
 
-The weights stay as they were read. A classifier is an engine whose completions have a ``score`` and no tokens, so that
-it is served as any other.
+The weights stay as they were read, also over a sleep. A classifier is an engine whose completions have a ``score`` and
+no tokens, so that it is served as any other.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Classifier(ModelRollout):
     # those of engines that cannot be interrupted: a forward is the shortest piece of work there is
     step, abort, partial = RolloutEngine.step, RolloutEngine.abort, RolloutEngine.partial
     num_running = RolloutEngine.num_running
-    totals, memory_parts = RolloutEngine.totals, RolloutEngine.memory_parts
+    totals = RolloutEngine.totals
 
     @abstractmethod
     def scores(self, rows: Sequence[Sequence[int]]) -> list[float]:
@@ -61,12 +61,5 @@ class Classifier(ModelRollout):
     def read_back(self) -> dict[str, int]:
         return {}
 
-    def sleep(self, level: int = 1) -> None:
-        raise NotImplementedError(f"{type(self).__name__} has devices of its own, and does not sleep.")
-
-    def wake(self, tags: Sequence[str] = ("weights", "kv_cache")) -> None:
-        """It never sleeps."""
-
-    @property
-    def is_asleep(self) -> bool:
-        return False
+    def invalidate(self) -> None:
+        """Nothing: while it sleeps host memory keeps a copy of its weights, and on a CPU they stay where they are."""

@@ -63,8 +63,11 @@ class SGLangRollout(ModelRollout):
     """
 
     _process: EngineProcess | None = None
-    kind: Mapping[str, Any] = {}
-    """Arguments of SGLang that say what kind of model it is."""
+
+    @property
+    def kind(self) -> Mapping[str, Any]:
+        """Arguments of SGLang that say what kind of model it is."""
+        return {}
 
     def _start(self) -> None:
         config, model_config, device = self.config, self.model_config, self.device.type

@@ -20,6 +20,7 @@ from verl.workers.rollout.vllm.setup import (
     preserve_process_state,
     unlink_message_queue,
 )
+from verl.workers.rollout.vllm.weights import CPUMemory, DeviceMemory, worker_of
 
 
 class VLLMClassifier(Classifier, VLLMRollout):
@@ -43,7 +44,11 @@ class VLLMClassifier(Classifier, VLLMRollout):
 
         with preserve_process_state(self.device.type):
             self.engine: Any = LLMEngine.from_engine_args(EngineArgs(**arguments))
-        self.llm = SimpleNamespace(llm_engine=self.engine)  # as the helpers of vLLM's engine want it
+        # as the helpers of vLLM's engine want it
+        reset = self.engine.reset_prefix_cache
+        self.llm = SimpleNamespace(
+            llm_engine=self.engine, sleep=self._sleep_engine, wake_up=self.engine.wake_up, reset_prefix_cache=reset
+        )
         detach_group_finalizer(self.llm)
         unlink_message_queue()
         watch_steps(self.llm, self.monitor)
@@ -57,7 +62,16 @@ class VLLMClassifier(Classifier, VLLMRollout):
         # the output itself: vLLM would give a sigmoid of it
         self._pooling = PoolingParams(task="classify", use_activation=False)
         self.tensor_parallel_size = arguments["tensor_parallel_size"] * arguments.get("pipeline_parallel_size", 1)
+        model = worker_of(self.llm).model_runner.model
+        self._memory = CPUMemory(self.llm, model, True) if self.device.type == "cpu" else DeviceMemory(self.llm)
+        self._asleep: set[str] = set()
         self.version = 0
+        if self.config.free_cache_engine:
+            self.sleep()
+
+    def _sleep_engine(self, level: int) -> None:
+        self.engine.reset_prefix_cache()  # the cache is lost
+        self.engine.sleep(level)
 
     def scores(self, rows: Sequence[Sequence[int]]) -> list[float]:
         names = [str(next(self._names)) for _ in rows]
