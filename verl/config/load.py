@@ -384,12 +384,14 @@ def run_from_command_line(
         SystemExit: with code 2 and all problems on stderr if the configuration cannot run.
     """
     # not at the top: whoever imports a section need not wait for subprocess, socket and json
-    from verl.utils.process import plain_ending
+    from verl.utils.process import no_collection, plain_ending
 
     words = sys.argv[1:] if arguments is None else list(arguments)
     with plain_ending():
         try:
-            config = _config_to_run(words, config_name, config_path, root, run.__module__, examine or stops_at_problems)
+            with no_collection():
+                examine = examine or stops_at_problems
+                config = _config_to_run(words, config_name, config_path, root, run.__module__, examine)
         except ConfigError as error:
             print(f"error: {error}", file=sys.stderr)
             raise SystemExit(2) from None

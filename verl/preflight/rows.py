@@ -28,10 +28,13 @@ from verl.data.table import (
     bad_ground_truths,
     bad_ids,
     bad_prompts,
+    bools,
     is_list,
     is_text,
     known_roles,
     parse_messages,
+    text_lengths,
+    whole_numbers,
 )
 from verl.data.tokenization import ToolSchemas, as_messages, encode_many, render, template_error
 from verl.data.vision import ImagePrompts, MediaColumns, open_image
@@ -292,10 +295,9 @@ def _ground_truth_states(part: pa.Table) -> tuple[np.ndarray, np.ndarray, np.nda
     column = part["reward_model"].combine_chunks()
     names = [one.name for one in column.type] if pa.types.is_struct(column.type) else []
     if names:  # a column of its own for each field: no row becomes a Python object
-        there = pc.is_valid(column).to_numpy(zero_copy_only=False)
-        has_field = there & ("ground_truth" in names)
-        truths = pc.is_valid(pc.struct_field(column, "ground_truth")) if "ground_truth" in names else None
-        has_truth = has_field if truths is None else has_field & truths.to_numpy(zero_copy_only=False)
+        has_field = bools(column.is_valid()) & ("ground_truth" in names)
+        truths = pc.struct_field(column, "ground_truth").is_valid() if "ground_truth" in names else None
+        has_truth = has_field if truths is None else has_field & bools(truths)
         styles = pc.struct_field(column, "style").to_pylist() if "style" in names else [None] * len(column)
         return has_field, has_truth, np.array([style == "model" for style in styles], bool)
     values = RowTable([part.select(["reward_model"])], [""]).column("reward_model")
@@ -318,15 +320,15 @@ def finish_checks(table: RowTable, data: DataConfig, stats: RowStatistics) -> No
 def _sizes(column: pa.Array) -> np.ndarray:
     """Return the bytes of text of each prompt: exact for texts and messages of text, else an upper bound."""
     if is_text(column.type):
-        return pc.fill_null(pc.binary_length(column), 0).to_numpy(zero_copy_only=False).astype(np.int64)
+        return text_lengths(column)
     message = column.type.value_type if is_list(column.type) else None
     if message is not None and pa.types.is_struct(message) and message.get_field_index("content") >= 0:
         contents = pc.struct_field(pc.list_flatten(column), "content")
         if is_text(contents.type):
             # contents are joined by line breaks: one byte more for each but the first
-            lengths = pc.fill_null(pc.binary_length(contents), 0).to_numpy(zero_copy_only=False) + 1
-            parents = pc.list_parent_indices(column).to_numpy()
-            return np.maximum(np.bincount(parents, lengths, len(column)).astype(np.int64) - 1, 0)
+            parents = whole_numbers(pc.list_parent_indices(column))
+            lengths = np.bincount(parents, text_lengths(contents) + 1, len(column))
+            return np.maximum(lengths.astype(np.int64) - 1, 0)
     return np.array([len(prompt_text(prompt or "").encode()) for prompt in column.to_pylist()], np.int64)
 
 

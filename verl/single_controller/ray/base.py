@@ -6,6 +6,7 @@ object store.
 """
 
 import faulthandler
+import gc
 import os
 import pickle
 import signal
@@ -203,6 +204,7 @@ class RayWorkerHost(WorkerHost):
     def __init__(self, label: str):
         """``label``: what Ray puts before each line this actor prints."""
         super().__init__()
+        gc.disable()  # until the roles are here: their arguments bring their modules
         self._label = label
         faulthandler.register(signal.SIGUSR1, file=2)
         self._address = (ray.util.get_node_ip_address(), free_port())
@@ -212,7 +214,10 @@ class RayWorkerHost(WorkerHost):
         return self._label
 
     def setup(self, env: Mapping[str, str], roles: Mapping[str, Callable[[], Any]]) -> int:
-        return super().setup({**env, "LOCAL_RANK": self._device(env["LOCAL_RANK"])}, roles)
+        pid = super().setup({**env, "LOCAL_RANK": self._device(env["LOCAL_RANK"])}, roles)
+        gc.freeze()
+        gc.enable()
+        return pid
 
     def identity(self) -> tuple[int, str, tuple[str, int]]:
         """Process id, id of the node it runs on, and the address at which it can be rank 0 of a process group."""
