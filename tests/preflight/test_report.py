@@ -8,13 +8,14 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from verl.preflight.checks import examine_loaded
 from verl.preflight.command import doctor as main
 from verl.preflight.command import run_or_examine
 from verl.preflight.estimates import memory_plan
 from verl.preflight.machine import containment_here
 from verl.trainer.main_ppo import run_ppo
 
-from .conftest import BASE, examined, loaded_with, make_rows
+from .conftest import BASE, ELSEWHERE, examined, loaded_with, make_rows
 
 
 def numbers(*words):
@@ -68,12 +69,25 @@ def test_ranks_that_share_a_model_share_its_optimizer(there):
 
 
 def test_nodes_that_hold_replicas_hold_more(there):
-    config = loaded_with("trainer.device=cuda", "trainer.nnodes=2", "trainer.n_gpus_per_node=2").config
+    loaded = loaded_with("trainer.device=cuda", "trainer.nnodes=2", "trainer.n_gpus_per_node=2")
     large, small, unknown = (
-        next(row for row in memory_plan(config, size) if row.phase == "update actor").parts["actor optimizer"]
+        next(row for row in memory_plan(loaded.config, size) if row.phase == "update actor").parts["actor optimizer"]
         for size in (1 << 40, 1 << 10, None)
     )
     assert large == 2 * small == 2 * unknown
+    for size, where in ((1 << 40, "within nodes of 2 ranks, replicated on 2"), (1 << 10, "over all ranks")):
+        report = examine_loaded(loaded, ELSEWHERE._replace(gpu_bytes=size))
+        notes = " ".join(" ".join(report.memory_notes).split())
+        assert f"actor: fsdp_config.fsdp_size=-1: sharded {where}. Weights, gradients and" in notes
+
+
+def test_both_ends_of_the_link_hold_two_buckets(there):
+    apart = ["actor_rollout_ref.hybrid_engine=false", "actor_rollout_ref.rollout.n_gpus_per_node=1"]
+    phases = {phase.phase: phase.parts for phase in examined(*apart, "trainer.device=cuda").memory}
+    # of a small model both together are no more than it
+    numbers = 90_944
+    assert phases["send weights"]["link buckets"] == phases["rollout apart"]["link buckets"] == 2 * numbers
+    assert "cache" in phases["rollout apart"] and "rollout weights" not in phases["send weights"]
 
 
 def test_a_model_too_large_for_the_gpu_is_an_error(there, capsys):

@@ -154,6 +154,19 @@ class FSDPConfig(Config):
             return world
         return per_node if state_bytes <= per_node * device_bytes // _NODE_SHARE else world
 
+    def sharding(self, world: int, per_node: int, state_bytes: int, device_bytes: int | None) -> str:
+        """Say what `group_size` decides by the memory of several nodes, and by which numbers; mostly empty."""
+        if self.fsdp_size > 0 or not 0 < per_node < world:
+            return ""
+        size = self.group_size(world, per_node, state_bytes, device_bytes)
+        where = f"within nodes of {per_node} ranks, replicated on {world // size}" if size < world else "over all ranks"
+        has = "of unknown memory" if device_bytes is None else f"which has {device_bytes / 2**30:.2f} GiB"
+        part = f"{state_bytes / per_node / 2**30:.2f} GiB a rank, {has}"
+        return (
+            f"fsdp_config.fsdp_size={self.fsdp_size}: sharded {where}. Weights, gradients and optimizer state are "
+            f"{state_bytes / 2**30:.2f} GiB, in {per_node} parts {part}."
+        )
+
     @property
     def compute_dtype(self) -> str:
         """``fp32``, ``bf16`` or ``fp16``: format of forward and backward."""

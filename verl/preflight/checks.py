@@ -18,7 +18,7 @@ from verl.config.model_info import shape_of
 from verl.config.ppo import ACTOR, MODEL, ROLLOUT, PPOConfig
 from verl.config.unused_options import given_to, unused_in_source
 from verl.preflight.environments import missing_environments
-from verl.preflight.estimates import checkpoint_bytes, derivation, memory_plan, prompts_key, total_steps
+from verl.preflight.estimates import checkpoint_bytes, derivation, memory_plan, prompts_key, roles_memory, total_steps
 from verl.preflight.machine import (
     Machine,
     gpu_memory_here,
@@ -30,7 +30,7 @@ from verl.preflight.machine import (
     room_for_checkpoints,
 )
 from verl.preflight.models import missing_models, missing_tokenizer
-from verl.preflight.report import Finding, Level, PhaseMemory, Report, format_bytes, preview_lines
+from verl.preflight.report import Finding, Level, PhaseMemory, Report, format_bytes, preview_lines, wrapped
 from verl.telemetry.memory import host_memory
 from verl.utils.py_functional import unchanged_environment
 
@@ -214,6 +214,9 @@ def add_memory(
         return
     source = "counted from the weights' headers" if model.is_stored else "counted from config.json"
     report.memory_notes.append(f"  {model.parameters / 1e6:,.1f}M parameters, {source}")
+    for role in roles_memory(config, gpu_bytes):
+        if role.sharding:
+            report.memory_notes.append(wrapped(f"  {role.name}: ", role.sharding))
     worst = max(report.memory, key=lambda phase: phase.total)
     if on_cpu:
         # on a CPU every process has its own copy of everything in the same memory

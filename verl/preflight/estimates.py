@@ -278,6 +278,14 @@ def memory_plan(config: PPOConfig, gpu_bytes: int | None = None) -> list[PhaseMe
         if shared.actor.checkpoint.async_save and device == "cpu":
             saved["copy to save"] = actor.weights + actor.optimizer
         phases.append(PhaseMemory("checkpoint", saved))
+    if not shared.hybrid_engine:
+        # at both ends one bucket travels while another is filled or loaded
+        size = BYTES.get(shared.rollout.dtype, 2)
+        whole, bucket = actor.model.parameters * size, shared.rollout.update_weights_bucket_megabytes << 20
+        parts = {"link buckets": min(whole, 2 * bucket)}
+        gathered = {"copies of weights": actor.model.embedding * size}  # one at a time, the largest
+        phases.append(PhaseMemory("send weights", process | _resident(roles, ACTOR) | gathered | parts))
+        phases.append(PhaseMemory("rollout apart", process | rollout | parts))
     if apart:  # on other devices, one after the other; those that wait hold their weights, too
         held = sum(0 if role.offloads_weights else role.weights for role in apart)
         largest = max(apart, key=lambda role: role.weights)
@@ -435,6 +443,7 @@ def _way_out(config: PPOConfig, phase: PhaseMemory) -> str:
         "cache": f"lower {ROLLOUT}.gpu_memory_utilization or {ROLLOUT}.max_num_seqs, or data.max_response_length",
         "reward engine weights": f"raise {RM}.rollout.tensor_model_parallel_size",
         "reward engine cache": f"lower {RM}.rollout.gpu_memory_utilization",
+        "link buckets": f"lower {ROLLOUT}.update_weights_bucket_megabytes",
         "copy to save": f"{ACTOR}.checkpoint.async_save=false",
         # of any role
         "weights": f"{offload['param']}{fewer}",
@@ -467,6 +476,8 @@ class RoleMemory(NamedTuple):
     """Whether their memory stays allocated between updates."""
     reduces_once: bool
     """Whether gradients are summed over ranks with the last micro-batch only."""
+    sharding: str = ""
+    """Over which ranks of several nodes FSDP shards, and why."""
 
 
 def roles_memory(config: PPOConfig, gpu_bytes: int | None = None) -> list[RoleMemory]:
@@ -509,7 +520,7 @@ def _role(config: PPOConfig, key: str, place: str, model: ModelShape, gpu_bytes:
     own = max(0, numbers - trained) * compute + trained * kept
     # AdamW8bit keeps two moments of one byte each
     moments = (2 if trained and section.optim.optimizer == "AdamW8bit" else 2 * kept) * trained
-    gradients, ranks = trained * kept, 1
+    gradients, ranks, sharded_over = trained * kept, 1, ""
     if section.strategy == "megatron":
         own, gradients, moments = rank_memory(section.megatron, model, bool(trained), world)
         gathered = 0
@@ -520,7 +531,8 @@ def _role(config: PPOConfig, key: str, place: str, model: ModelShape, gpu_bytes:
     else:
         node = config.trainer.n_gpus_per_node
         memory = host_memory() // node if config.trainer.device == "cpu" else gpu_bytes
-        ranks = sharding.group_size(world, node, own + gradients + moments, memory)
+        state = own + gradients + moments
+        ranks, sharded_over = (f(world, node, state, memory) for f in (sharding.group_size, sharding.sharding))
         # the outermost unit stays gathered during a pass, and two layers are gathered at a time
         needs_copy = ranks > 1 or compute != kept
         gathered = (_embeddings(model) + (2 if ranks > 1 else 1) * model.layer) * compute if needs_copy else 0
@@ -544,6 +556,7 @@ def _role(config: PPOConfig, key: str, place: str, model: ModelShape, gpu_bytes:
         offloads_optimizer=offloads and sharding.optimizer_offload,
         keeps_gradients=keeps_gradients,
         reduces_once=not offloads if (once := sharding.get("reduce_once")) is None else once,
+        sharding=sharded_over,
     )
 
 
