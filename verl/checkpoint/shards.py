@@ -234,9 +234,13 @@ class FromRankZero(Mapping[str, Tensor]):
 
     Args:
         tensors: on rank 0, what there is; ignored elsewhere.
+        read: gives the values of one that is on the meta device, by its name and itself.
     """
 
-    def __init__(self, tensors: Mapping[str, Tensor] | None) -> None:
+    def __init__(
+        self, tensors: Mapping[str, Tensor] | None, read: Callable[[str, Tensor], Tensor] | None = None
+    ) -> None:
+        self._read = read
         self._tensors = dict(tensors or {}) if get_rank() == 0 else {}
         # of all names at once, so that every rank knows what there is before it asks
         metadata = [{name: (tensor.shape, tensor.dtype) for name, tensor in self._tensors.items()}]
@@ -247,6 +251,8 @@ class FromRankZero(Mapping[str, Tensor]):
     def __getitem__(self, name: str) -> Tensor:
         shape, dtype = self._metadata[name]
         mine = self._tensors.get(name)
+        if mine is not None and mine.is_meta and self._read is not None:
+            mine = self._read(name, mine)
         # broadcast one at a time: a whole model in host memory of every rank would not fit
         tensor = torch.empty(shape, dtype=dtype) if mine is None else mine.detach().cpu().contiguous()
         if get_world_size() > 1:

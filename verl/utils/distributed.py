@@ -9,6 +9,8 @@ import logging
 import os
 import socket
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, NamedTuple
 
@@ -144,6 +146,19 @@ def all_gather_objects(value: object, group: dist.ProcessGroup | None = None) ->
 
 
 # -- Where a process stands among those that hold a model: its rank, its share of a batch, its part of each sequence -
+
+
+@contextmanager
+def raised_together() -> Iterator[None]:
+    """Raise a rank's ValueError of the block on all ranks, which call it together: none waits for one that ended."""
+    problem: ValueError | None = None
+    try:
+        yield
+    except ValueError as error:
+        problem = error
+    problems = all_gather_objects(None if problem is None else str(problem))
+    if found := next(filter(None, problems), None):
+        raise problem or ValueError(found)
 
 
 class Topology(NamedTuple):

@@ -22,11 +22,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import AdamW
 
-from verl.checkpoint.shards import check_names
+from verl.checkpoint.shards import check_names, flat_piece
 from verl.config.engine import DeepSpeedConfig, FSDPConfig, MixedPrecisionConfig, deepspeed_conflicts
 from verl.models.heads import score_layer
-from verl.models.loader import ModelSpec, empty_model, load_model
+from verl.models.loader import ModelSpec, check_finite, empty_model, load_model
 from verl.models.token_outputs import TokenScores, token_outputs
+from verl.models.weight_files import WeightFiles
 from verl.utils.config import typed_section
 from verl.utils.device import current_device, empty_cache, has_own_memory
 from verl.utils.distributed import Topology, ensure_process_group
@@ -146,6 +147,9 @@ class DeepSpeedEngine(Engine):
     The module holds weights in the compute precision, the sharded optimizer in fp32.
     """
 
+    _files: WeightFiles | None = None
+    """The model's files, while it is loaded from them."""
+
     @classmethod
     def choose(cls, spec: ModelSpec, backend_config: Any, is_trained: bool) -> type[Engine]:
         """Return this class, or that of whole models where the stage leaves nothing to shard."""
@@ -194,12 +198,8 @@ class DeepSpeedEngine(Engine):
             self._groups = [[self._names[parameter] for parameter in group["params"]] for group in groups]
             self._start(settings)
         if kept is not None:
-            trained = {name: p for name, p in self.module.named_parameters() if p.requires_grad}
-            shapes = {name: torch.empty(_shape(parameter), device="meta") for name, parameter in trained.items()}
-            # one weight at a time: every rank gets the whole of it, and keeps its part
-            self._set_masters(
-                (name, self._from_source(kept.get(name, shapes[name]), torch.float32)) for name in trained
-            )
+            self._set_masters(self._first_masters(kept))
+        self._files = None
         # what DeepSpeed keeps in host memory anyway does not move between phases
         parts: list[Part] = []
         if has_own_memory(self.device):
@@ -212,29 +212,35 @@ class DeepSpeedEngine(Engine):
         )
         self._prepare()
 
-    # -- loading: rank 0 reads the model, every rank takes its part ------------------------------------------------
+    # -- loading: rank 0 reads one weight after another, every rank takes its part -----------------------------------
 
     def _load(self, seed: int, train: bool) -> dict[str, Tensor] | None:
-        """Build the module, on rank 0 with weights, elsewhere without memory.
+        """Build the module with its weights in their files; where that cannot be, on rank 0 with them, else without.
 
         Returns:
-            On rank 0 the weights as they came, where the module's will be rounded to the compute precision.
+            Weights outside of the files as they came, where the module's will be rounded to the compute precision.
         """
         spec, is_source = self.spec, self.topology.rank == 0
-        param_torch_dtype = spec.param_torch_dtype if train else spec.compute_torch_dtype
-        self.module = load_model(spec, seed, param_torch_dtype) if is_source else empty_model(spec)
-        if param_torch_dtype == spec.compute_torch_dtype:
+        dtype = spec.param_torch_dtype if train else spec.compute_torch_dtype
+        if (stored := self._stored_model(seed, dtype)) is not None:
+            self.module, self._files = stored
+        else:
+            self.module = load_model(spec, seed, dtype) if is_source else empty_model(spec)
+        if dtype == spec.compute_torch_dtype:
             return None
-        return {name: p.detach() for name, p in self.module.named_parameters() if p.requires_grad} if is_source else {}
+        return {n: p.detach() for n, p in self.module.named_parameters() if p.requires_grad and not p.is_meta}
 
     def _place(self, settings: Mapping[str, Any]) -> None:
         """Bring the module to the device, in the compute precision; with stage 3 in slices, a part at a time."""
         placed: dict[nn.Parameter, nn.Parameter] = {}
         whole: list[nn.Parameter] = []
-        for owner in self.module.modules():
+        for place, owner in self.module.named_modules():
             for name, parameter in owner._parameters.items():
                 if parameter is not None and parameter not in placed:
-                    value = self._from_source(parameter.detach(), self.spec.compute_torch_dtype)
+                    value = parameter.detach()
+                    if self._is_stored(full_name := f"{place}.{name}" if place else name):
+                        value = self._read(full_name, value) if self.topology.rank == 0 else value
+                    value = self._from_source(value, self.spec.compute_torch_dtype)
                     placed[parameter] = nn.Parameter(value, parameter.requires_grad)
                     whole.append(placed[parameter])
                 owner._parameters[name] = placed.get(parameter)
@@ -245,6 +251,15 @@ class DeepSpeedEngine(Engine):
                 whole = self._sliced(whole, settings)
         self._sliced(whole, settings)
 
+    def _is_stored(self, name: str) -> bool:
+        return self._files is not None and name in self._files
+
+    def _read(self, name: str, like: Tensor) -> Tensor:
+        assert self._files is not None
+        value = self._files.rows(name, 0, like.shape[0] if like.ndim else 1, self.spec.compute_torch_dtype)
+        check_finite(self.spec, name, value)
+        return value
+
     def _from_source(self, tensor: Tensor, dtype: torch.dtype) -> Tensor:
         """Rank 0's ``tensor``, on the device of every rank."""
         if self.topology.rank == 0:
@@ -253,6 +268,23 @@ class DeepSpeedEngine(Engine):
             tensor = torch.empty(tensor.shape, dtype=dtype, device=self.device)
         dist.broadcast(tensor, src=0)
         return tensor
+
+    def _first_masters(self, kept: Mapping[str, Tensor]) -> Iterator[tuple[str, Any]]:
+        """Yield (name, value in fp32) of every trained weight: this rank's numbers from the files, or the whole."""
+        for name, parameter in self.module.named_parameters():
+            fragment = self._fragments.get(name)
+            if not parameter.requires_grad:
+                continue
+            if not self._is_stored(name):
+                shape = torch.empty(_shape(parameter), device="meta")
+                yield name, self._from_source(kept.get(name, shape), torch.float32)
+            elif fragment is not None:
+                assert self._files is not None
+                row = fragment.shape[1:].numel()
+                first, last = fragment.start // row, -(-(fragment.start + fragment.count) // row)
+                rows = self._files.rows(name, first, last, torch.float32).reshape(-1)
+                flat = rows.narrow(0, fragment.start - first * row, fragment.count)
+                yield name, flat_piece(flat, fragment.start, fragment.shape)
 
     def _sliced(self, parameters: list[nn.Parameter], settings: Mapping[str, Any]) -> list[nn.Parameter]:
         if not self._is_sliced:

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Collection, Iterator, Mapping
-from contextlib import contextmanager
-from functools import cached_property
-from itertools import chain, pairwise
+from collections.abc import Callable, Collection, Iterator, Mapping
+from functools import cached_property, partial
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -15,12 +14,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import register_fsdp_forward_method
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from verl.checkpoint.shards import check_names, fill
 from verl.config.engine import FSDPConfig, MixedPrecisionConfig
-from verl.models.loader import cast_parameters, check_finite, empty_model, load_model, stored_model
+from verl.models.loader import cast_parameters, check_finite, empty_model, load_model
 from verl.models.token_outputs import attach_token_outputs
 from verl.models.weight_files import WeightFiles
 from verl.models.weight_names import conversions, plain_name
@@ -28,9 +27,9 @@ from verl.telemetry.memory import host_memory
 from verl.utils.device import current_device, device_memory, empty_cache, has_own_memory, move_optimizer_state
 from verl.utils.distributed import (
     Topology,
-    all_gather_objects,
     all_reduce_numbers,
     ensure_process_group,
+    raised_together,
     ranks_per_node,
 )
 from verl.utils.fsdp_utils import (
@@ -48,6 +47,9 @@ from verl.workers.engine.registry import register_engine
 from verl.workers.engine.train_step import add_l2_gradient, clip_gradients
 
 logger = logging.getLogger(__name__)
+
+# the older name is deprecated where there is the newer
+_all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 @register_engine("fsdp", "fsdp2")
@@ -99,33 +101,6 @@ class FSDPEngine(Engine):
             buffer.data = buffer.data.to(self.device)
         return module
 
-    def _stored_model(self, seed: int, dtype: torch.dtype) -> tuple[Any, WeightFiles] | None:
-        """The model of which each rank reads its slices; None unless every rank has the files to do so."""
-        with self._together():
-            stored = stored_model(self.spec, seed, dtype)
-        if not all(all_gather_objects(stored is not None)):
-            return None
-        assert stored is not None
-        for tensor in chain(stored[0].parameters(), stored[0].buffers()):
-            if not tensor.is_meta:
-                # another kind of processor may have made other numbers of the same seed
-                sent = tensor.detach().to(self.device)
-                dist.broadcast(sent, src=0)
-                tensor.data.copy_(sent)
-        return stored
-
-    @contextmanager
-    def _together(self) -> Iterator[None]:
-        """Raise a rank's ValueError of the block on all ranks: none waits for one that has ended."""
-        problem: ValueError | None = None
-        try:
-            yield
-        except ValueError as error:
-            problem = error
-        problems = all_gather_objects(None if problem is None else str(problem))
-        if found := next(filter(None, problems), None):
-            raise problem or ValueError(found)
-
     def _shard(self, module: Any, config: FSDPConfig, dtype: torch.dtype) -> nn.Module:
         """Shard ``module``, whose weights are of ``dtype`` and perhaps on the meta device."""
         options = {
@@ -149,21 +124,10 @@ class FSDPEngine(Engine):
         world, per_node, state = self.topology.world_size, ranks_per_node(), self._state_bytes(module)
         own = device_memory(self.device) or host_memory() // max(1, per_node)
         [least] = all_reduce_numbers([-own], "max", None, self.device)
-        size = config.group_size(world, per_node, state, int(-least))
-        if config.fsdp_size < 1 and 0 < per_node < world and self.topology.rank == 0:
-            where = (
-                f"within nodes of {per_node} ranks, replicated on {world // size}" if size < world else "over all ranks"
-            )
-            logger.warning(
-                "fsdp_config.fsdp_size=%d: sharded %s. Weights, gradients and optimizer state are %.2f GiB, in %d "
-                "parts %.2f GiB a rank, which has %.2f GiB.",
-                config.fsdp_size,
-                where,
-                state / 2**30,
-                per_node,
-                state / per_node / 2**30,
-                -least / 2**30,
-            )
+        memory = int(-least)
+        if (text := config.sharding(world, per_node, state, memory)) and self.topology.rank == 0:
+            logger.warning(text)
+        size = config.group_size(world, per_node, state, memory)
         return create_device_mesh(world, size, self.device.type)
 
     def _state_bytes(self, module: nn.Module) -> int:
@@ -191,7 +155,7 @@ class FSDPEngine(Engine):
         """Read this rank's slices of the weights that are in ``files``; the others have their values."""
         module._apply(lambda tensor: torch.empty_like(tensor, device=self._home) if tensor.is_meta else tensor)
         module.tie_weights()
-        with self._together():
+        with raised_together():
             for name, parameter in module.named_parameters():
                 if name in files:
                     local, shape = parameter.to_local(), parameter.shape
@@ -239,16 +203,27 @@ class FSDPEngine(Engine):
     def full_tensors(
         self, dtype: torch.dtype | None, leave_out: Collection[str], sharded: Collection[str] = ()
     ) -> Iterator[tuple[str, Tensor]]:
-        for name, tensor in self.module.state_dict().items():
-            if name in leave_out:
-                continue
-            if dtype is not None and tensor.dtype != dtype and tensor.is_floating_point():
-                # cast before gathering: half the bytes travel
-                tensor = tensor.to(dtype)
-            tensor = tensor.to(self.device)
-            if isinstance(tensor, DTensor):
-                tensor = tensor.to_local() if name in sharded else tensor.full_tensor()
-            yield name, tensor
+        before: tuple[str, Callable[[], Tensor]] | None = None
+        try:
+            for name, tensor in self.module.state_dict().items():
+                if name in leave_out:
+                    continue
+                if dtype is not None and tensor.dtype != dtype and tensor.is_floating_point():
+                    # cast before gathering: half the bytes travel
+                    tensor = tensor.to(dtype)
+                tensor = tensor.to(self.device)
+                # it is gathered while the one before it is used
+                is_own = name in sharded and isinstance(tensor, DTensor)
+                gathered = tensor.to_local if is_own else _start_gathering(tensor)
+                if before is not None:
+                    yield before[0], before[1]()
+                before = name, gathered
+            if before is not None:
+                last, before = before, None
+                yield last[0], last[1]()
+        finally:
+            if before is not None:  # the caller gave up
+                before[1]()
 
     @cached_property
     def own_rows(self) -> dict[str, tuple[int, int]]:
@@ -291,3 +266,26 @@ class FSDPEngine(Engine):
         """Move slices and buffers."""
         self._after_infer()
         self.module.to(device)
+
+
+def _start_gathering(tensor: Tensor) -> Callable[[], Tensor]:
+    """Begin to join the slices of a weight; all ranks call it in the same order. The result waits for the whole."""
+    if not isinstance(tensor, DTensor):
+        return lambda: tensor
+    axes = [axis for axis, placement in enumerate(tensor.placements) if not placement.is_replicate()]
+    if [type(tensor.placements[axis]) for axis in axes] != [Shard] or not tensor.placements[axes[0]].is_shard(0):
+        return tensor.full_tensor
+    mesh, [axis], local = tensor.device_mesh, axes, tensor.to_local()
+    rows = -(-len(tensor) // mesh.size(axis))
+    part = local.contiguous() if len(local) == rows else local.new_zeros(rows, *local.shape[1:])
+    if len(local) < rows:
+        part[: len(local)] = local
+    whole = local.new_empty(rows * mesh.size(axis), *local.shape[1:])
+    work = _all_gather(whole, part, group=mesh.get_group(axis), async_op=True)
+    return partial(_gathered, work, whole, part, len(tensor))
+
+
+def _gathered(work: dist.Work, whole: Tensor, part: Tensor, rows: int) -> Tensor:
+    """Wait for a weight; ``part``, which the collective reads, must live until then."""
+    work.wait()
+    return whole[:rows]

@@ -6,22 +6,26 @@ from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch.distributed as dist
 from torch import Tensor
 
 from verl.checkpoint.checkpoint_manager import random_state, set_random_state
 from verl.checkpoint.shards import FromRankZero
-from verl.models.loader import load_model
+from verl.models.loader import check_finite, load_model, stored_model
 from verl.models.weight_names import checkpoint_tensors, plain_name, tied_duplicates
 from verl.telemetry.memory import optimizer_tensors
+from verl.utils.distributed import all_gather_objects, raised_together
 from verl.workers.engine.optim import load_optimizer_state, optimizer_state
 
 if TYPE_CHECKING:
     import torch
 
     from verl.models.loader import ModelSpec
+    from verl.models.weight_files import WeightFiles
     from verl.utils.distributed import Topology
 
 
@@ -246,12 +250,37 @@ class EngineState(ABC):
     def pretrained_state(self, folder: Path) -> Mapping[str, Tensor]:
         """Read the weights of a Hugging Face folder for ``load_state``; all ranks call it together.
 
-        Rank 0 reads the folder, in ``param_dtype``.
+        Rank 0 reads the folder, in ``param_dtype``: a weight when it is asked for, or the whole model where
+        `stored_model` has none.
         """
-        module = None
-        if self.topology.rank == 0:
-            module = load_model(replace(self.spec, path=str(folder), load=True, lora=None))
-        return FromRankZero(None if module is None else module.state_dict())
+        if self.topology.rank != 0:
+            return FromRankZero(None)
+        spec = replace(self.spec, path=str(folder), load=True, lora=None)
+        if (stored := stored_model(spec)) is None:
+            return FromRankZero(load_model(spec).state_dict())
+        module, files = stored
+
+        def read(name: str, like: Tensor) -> Tensor:
+            weight = files.rows(name, 0, like.shape[0] if like.ndim else 1, like.dtype)
+            check_finite(spec, name, weight)
+            return weight
+
+        return FromRankZero(module.state_dict(), read)
+
+    def _stored_model(self, seed: int, dtype: torch.dtype) -> tuple[Any, WeightFiles] | None:
+        """The model with its weights left in their files; None unless every rank has the files."""
+        with raised_together():
+            stored = stored_model(self.spec, seed, dtype)
+        if not all(all_gather_objects(stored is not None)):
+            return None
+        assert stored is not None
+        for tensor in chain(stored[0].parameters(), stored[0].buffers()) if self.topology.world_size > 1 else ():
+            if not tensor.is_meta:
+                # another kind of processor may have made other numbers of the same seed
+                sent = tensor.detach().to(self.device)
+                dist.broadcast(sent, src=0)
+                tensor.data.copy_(sent)
+        return stored
 
 
 def cast(named: Iterator[tuple[str, Tensor]], dtype: torch.dtype | None) -> Iterator[tuple[str, Tensor]]:
