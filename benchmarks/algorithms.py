@@ -1,8 +1,9 @@
 """Advantages and losses of one batch: CPU milliseconds of one thread, next to a copy of the same bytes.
 
 ``python -m benchmarks.algorithms [--save]``; ``--every`` measures every registered name at 1024 x 4096 instead: the
-median of its time, and how far memory rises. The functions read and write padded (B, R) tensors:
-``ratio_to_padded_copy`` compares with copying those, ``ratio_to_real_copy`` with copying their real tokens only.
+median of its time, and how far memory rises. The functions read and write padded (B, R) tensors, or with "without
+padding" the columns of an update: ``ratio_to_padded_copy`` compares with copying those, ``ratio_to_real_copy`` with
+copying their real tokens only.
 Rows of one run compare; runs on a busy machine do not.
 """
 
@@ -21,10 +22,15 @@ from torch import Tensor
 from benchmarks.measure import block_cost, median_cost, peak_extra_mb, report
 from verl.algorithms.advantages import ADV_ESTIMATOR_REGISTRY, get_adv_estimator_fn
 from verl.algorithms.losses import POLICY_LOSS_REGISTRY, compute_policy_loss, compute_value_loss, get_policy_loss_fn
+from verl.algorithms.valid_tokens import values_of
+from verl.batch.ragged import Layout, Ragged
 from verl.config.actor import ActorConfig
 
 GROUP = 8
+SIZES = (1024, 4096, 200), (1024, 2048, 200), (1024, 8192, 200), (256, 4096, 200), (1024, 4096, 560)
+"""Rows, width, and the median length."""
 CONFIG = SimpleNamespace(gamma=0.99)
+OF_LOSSES = "old_log_prob", "advantages", "returns", "values"
 
 
 def make_batch(rows: int, width: int, mean_length: int, seed: int = 0) -> tuple[Tensor, dict[str, Tensor]]:
@@ -47,19 +53,15 @@ def calls(mask: Tensor, columns: dict[str, Tensor]) -> Iterator[tuple[str, int, 
     reinforce = get_adv_estimator_fn("reinforce_plus_plus")
     yield "reinforce_plus_plus", 3, lambda: reinforce(rewards, mask, CONFIG)
 
-    old = columns["old_log_prob"]
-    new = (old + 0.1 * columns["returns"]).requires_grad_(True)
-
-    def policy_loss() -> None:
-        new.grad = None
-        compute_policy_loss(old, new, columns["advantages"], mask, 0.2)[0].backward()
-
-    def value_loss() -> None:
-        new.grad = None
-        compute_value_loss(new, columns["returns"], values, mask, 0.5)[0].backward()
-
-    yield "policy loss, forward and backward", 4, policy_loss
-    yield "value loss, forward and backward", 4, value_loss
+    new = columns["old_log_prob"] + 0.1 * columns["returns"]
+    layout = Layout.from_mask(mask)
+    for form, of in (("", lambda column: column), (" without padding", lambda x: Ragged.from_padded(x, layout))):
+        old, adv, returns, values, own = map(of, (*(columns[name] for name in OF_LOSSES), mask))
+        leaf = values_of(of(new)).requires_grad_(True)
+        policy_loss = partial(compute_policy_loss, old, leaf, adv, own, 0.2)
+        yield f"policy loss{form}, forward and backward", 4, _trained(policy_loss, leaf)
+        value_loss = partial(compute_value_loss, leaf, returns, values, own, 0.5)
+        yield f"value loss{form}, forward and backward", 4, _trained(value_loss, leaf)
 
 
 def copy_ms(num_bytes: int) -> float:
@@ -133,8 +135,8 @@ def main() -> None:
         report("algorithms_every", measure_every())
         return
     rows = []
-    for count, width in ((1024, 4096), (1024, 2048), (1024, 8192), (256, 4096)):
-        mask, columns = make_batch(count, width, mean_length=200)
+    for count, width, mean_length in SIZES:
+        mask, columns = make_batch(count, width, mean_length=mean_length)
         tokens = int(mask.sum())
         for name, num_tensors, call in calls(mask, columns):
             cost = block_cost(call, repeat=15)

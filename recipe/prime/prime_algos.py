@@ -11,9 +11,9 @@ from torch import Tensor
 from torch.nn.functional import binary_cross_entropy_with_logits
 
 from verl.algorithms.advantages.common import Groups, outcome_scores, pack_finite, whiten
-from verl.algorithms.aggregate import PreparedBatch
+from verl.algorithms.aggregate import PreparedBatch, agg_weight
 from verl.algorithms.losses.actor import Metrics, TokenOutputs
-from verl.algorithms.valid_tokens import ValidTokens
+from verl.algorithms.valid_tokens import ValidTokens, valid_tokens
 
 
 @torch.no_grad()
@@ -87,21 +87,21 @@ class ImplicitRewardLoss:
     def __init__(self, beta: float):
         self.beta = beta
 
-    def weight(self, micro: Mapping[str, Tensor]) -> Tensor:
+    def weight(self, micro: Mapping[str, Any]) -> Tensor:
         """Return the responses with a token, as a scalar."""
-        return micro["response_mask"].any(-1).sum()
+        return agg_weight(micro["response_mask"], "seq-mean-token-sum")
 
     def prepare(self, batch: Any, gather: Any) -> PreparedBatch:
         """Return the mini-batch as it is."""
         return PreparedBatch(batch)
 
-    def __call__(self, out: TokenOutputs, micro: Mapping[str, Tensor]) -> tuple[Tensor, Metrics]:
+    def __call__(self, out: TokenOutputs, micro: Mapping[str, Any]) -> tuple[Tensor, Metrics]:
         """Return the mean cross-entropy over the responses of a micro-batch, a scalar, and its metrics."""
         assert out.log_probs is not None
-        mask = micro["response_mask"] != 0
-        ratios = torch.where(mask, out.log_probs - micro["prime_ref_log_probs"].to(out.log_probs), 0)
-        logits, is_row = self.beta * ratios.sum(-1), mask.any(-1)
-        labels = torch.where(mask, micro["token_level_scores"], 0).sum(-1).to(logits)
+        tokens = valid_tokens(micro["response_mask"])
+        ratios = tokens.pack(out.log_probs) - tokens.pack(micro["prime_ref_log_probs"]).to(out.log_probs)
+        logits, is_row = self.beta * tokens.row_sum(ratios), tokens.lengths > 0
+        labels = tokens.row_sum(tokens.pack(micro["token_level_scores"])).to(logits)
         losses = binary_cross_entropy_with_logits(logits, labels, reduction="none")
         rows = is_row.sum().clamp(min=1)
         loss = torch.where(is_row, losses, 0).sum() / rows

@@ -258,7 +258,7 @@ class _SameAsBefore:
         return 1.0
 
     def __call__(self, outputs: Any, columns: Any) -> tuple[Tensor, dict[str, Any]]:
-        self.apart = max(self.apart, float((outputs.log_probs.detach() - columns["old_log_probs"]).abs().max()))
+        self.apart = max(self.apart, float((outputs.log_probs.detach() - columns["old_log_probs"].values).abs().max()))
         return outputs.log_probs.sum() * 1e-3, {}
 
 

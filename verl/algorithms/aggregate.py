@@ -11,6 +11,7 @@ from torch import Tensor
 
 from verl.algorithms.registry import About, Registry
 from verl.algorithms.valid_tokens import valid_tokens
+from verl.batch.ragged import Column, Ragged
 
 
 class AggMode(NamedTuple):
@@ -128,13 +129,14 @@ def agg_rows(row_sums: Tensor, counts: Tensor, loss_agg_mode: str, loss_scale_fa
     return loss / loss_scale_factor if mode.divides_by_width else loss
 
 
-def agg_weight(loss_mask: Tensor, loss_agg_mode: str) -> Tensor:
+def agg_weight(loss_mask: Column, loss_agg_mode: str) -> Tensor:
     """Return the divisor of ``agg_loss`` as a scalar: tokens, responses with a token, or 1.
 
     Over the parts of a batch, sum(weight * loss) / W is the loss of the whole, where W is the weight of the whole:
     the sum of the parts' weights, or 1 for ``seq-mean-token-sum-norm`` and ``token-sum``, whose parts simply add up.
     """
-    return AGG_MODES[loss_agg_mode].weight(loss_mask.sum(-1))
+    counts = valid_tokens(loss_mask).lengths if isinstance(loss_mask, Ragged) else loss_mask.sum(-1)
+    return AGG_MODES[loss_agg_mode].weight(counts)
 
 
 class Aggregation:
@@ -155,11 +157,16 @@ class Aggregation:
                 f"Pass response_length (data.max_response_length), or choose another mode."
             )
 
-    def weight(self, mask: Tensor) -> Tensor:
+    def weight(self, mask: Column) -> Tensor:
         """Tokens or responses; responses too where parts are divided by a constant, to make a mean of that sum."""
         return agg_weight(mask, "seq-mean-token-sum" if self.has_constant_divisor else self.mode_of_mean)
 
-    def mean(self, loss: Tensor, mask: Tensor) -> Tensor:
+    def mean(self, losses: Tensor, tokens: Any) -> Tensor:
+        """Aggregate packed losses of the valid tokens ``tokens`` into the mean that ``weight`` belongs to."""
+        loss = agg_rows(tokens.row_sum(losses), tokens.lengths, self.mode_of_mean, tokens.shape[-1])
+        return self.rescaled(loss, tokens)
+
+    def rescaled(self, loss: Tensor, tokens: Any) -> Tensor:
         """Turn what ``agg_loss`` gave in ``mode_of_mean`` into the mean that ``weight`` belongs to.
 
         Only ``seq-mean-token-sum-norm`` changes: from a sum over this micro-batch's width to a mean over responses of
@@ -168,7 +175,8 @@ class Aggregation:
         if not self.has_constant_divisor:
             return loss
         # agg_loss divided by the width of this micro-batch, which is trimmed to its longest response
-        return loss * (mask.shape[-1] / self.divisor) / self.weight(mask).clamp(min=1)
+        responses = AGG_MODES["seq-mean-token-sum"].weight(tokens.lengths)
+        return loss * (tokens.shape[-1] / self.divisor) / responses.clamp(min=1)
 
 
 class PreparedBatch(NamedTuple):

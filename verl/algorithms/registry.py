@@ -22,6 +22,18 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
+_TAKES_RAGGED: set[Callable] = set()
+
+
+def takes_ragged(function: Callable) -> Callable:
+    """Decorator: this estimator or loss takes response columns without padding too. Others get padded tensors."""
+    _TAKES_RAGGED.add(function)
+    return function
+
+
+def does_take_ragged(function: Callable) -> bool:
+    return function in _TAKES_RAGGED
+
 
 @dataclass(frozen=True)
 class About:

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from verl.batch.ragged import Ragged
+from verl.batch.ragged import Column, Layout, Ragged
 
 BLOCK = 64
 """Tokens per block: long enough for efficient matrix products, short enough to waste little on the ends of rows."""
@@ -66,7 +66,7 @@ class ValidTokens:
         ones = torch.ones(len(self.row), BLOCK, dtype=torch.bool, device=self.lengths.device)
         return self._clear_gaps(ones).view(-1)
 
-    def pack(self, x: Tensor) -> Tensor:
+    def pack(self, x: Any) -> Tensor:
         """(B, R) to (M,); differentiable. Values at masked positions never enter a result, even NaN."""
         return _Pack.apply(x, self)
 
@@ -181,33 +181,40 @@ class RaggedTokens(ValidTokens):
 
 def is_whole(mask: Ragged) -> bool:
     """Whether a mask without padding has no zero."""
-    return bool(mask.values.all())
+    is_constant = mask.values.stride() == (0,)  # one value, repeated in place
+    return bool((mask.values[:1] if is_constant else mask.values).all())
 
 
-def tokens_of(mask: Tensor | Ragged) -> ValidTokens:
+def tokens_of(mask: Column) -> ValidTokens:
     """The valid tokens of a mask (B, R), of padded columns or of those without padding."""
     return RaggedTokens(mask) if isinstance(mask, Ragged) else ValidTokens(mask)
 
 
-def row_sums(column: Tensor | Ragged) -> Tensor:
+def row_sums(column: Column) -> Tensor:
     """Sum each row: (B, R) to (B,)."""
-    if not isinstance(column, Ragged):
-        return column.sum(-1)
-    if column.values.is_floating_point():
-        return torch.segment_reduce(column.values, "sum", lengths=column.layout.lengths)
-    sums = column.values.new_zeros(len(column.layout))
-    return sums.index_add_(0, column.layout.row_numbers, column.values)
+    return column.layout.sum(column.values) if isinstance(column, Ragged) else column.sum(-1)
+
+
+def values_of(column: Any) -> Tensor:
+    """(B, R), or the values (T,) of a column without padding."""
+    return column.values if isinstance(column, Ragged) else column
+
+
+def as_column(values: Tensor, mask: Column) -> Column:
+    """A column of these values that has padding if the mask has."""
+    return mask.like(values) if isinstance(mask, Ragged) else values
 
 
 class PaddedTokens:
     """The interface of ``ValidTokens`` with (B, R) kept: for small masks, and for accelerators, where counts wait."""
 
     def __init__(self, mask: Tensor):
+        self.shape = mask.shape
         self.is_valid = mask.bool()
         self.lengths = mask.sum(-1)
         self.total = self.lengths.sum()  # a tensor: int() would wait for the device
 
-    def pack(self, x: Tensor) -> Tensor:
+    def pack(self, x: Any) -> Tensor:
         """Zero the masked positions; their gradient is zero too, even if they are NaN."""
         # not x * mask: NaN times 0 is NaN, in the value and in the gradient
         return torch.where(self.is_valid, x, 0)
@@ -229,8 +236,43 @@ class PaddedTokens:
         return x.sum() / self.total.clamp(min=1)
 
 
-def valid_tokens(mask: Tensor) -> ValidTokens | PaddedTokens:
-    """Choose the cheaper way to visit the ones of a (B, R) mask."""
+class FlatTokens(PaddedTokens):
+    """The interface of ``ValidTokens`` on columns without padding: (T,) values kept in place, zero where masked."""
+
+    def __init__(self, mask: Ragged):
+        self.shape, self.layout = mask.shape, mask.layout
+        self.lengths, self.is_valid = mask.layout.lengths, None
+        # of an accelerator the answer would be waited for
+        if mask.device.type != "cpu" or not is_whole(mask):
+            self.is_valid = mask.values != 0
+            self.lengths = mask.layout.sum(self.is_valid.double()).long()
+        self.total = self.lengths.sum()
+
+    def pack(self, x: Any) -> Tensor:
+        """The values (T,) of a column, themselves if no token is masked."""
+        values = values_of(x)
+        return values if self.is_valid is None else torch.where(self.is_valid, values, 0)
+
+    def repeat(self, per_row: Tensor) -> Tensor:
+        """Give every token its row's number: (B,) to (T,), zero where masked."""
+        return self.pack(self.layout.spread(per_row))
+
+    def row_sum(self, x: Tensor) -> Tensor:
+        """Sum each row: (T,) to (B,)."""
+        return _RowSum.apply(x, self.layout)
+
+    def row_max(self, x: Tensor) -> Tensor:
+        """The largest of each row, (T,) to (B,), or zero if none is above it."""
+        return torch.segment_reduce(x, "max", lengths=self.layout.lengths, unsafe=True, initial=0)
+
+
+def valid_tokens(mask: Column) -> ValidTokens | PaddedTokens:
+    """Choose the cheapest way to visit the ones of a mask, (B, R) or without padding."""
+    if isinstance(mask, Ragged):
+        # a column is read-only, so that what its mask says is worked out once
+        if "_tokens" not in vars(mask):
+            vars(mask)["_tokens"] = FlatTokens(mask)
+        return vars(mask)["_tokens"]
     return ValidTokens(mask) if mask.device.type == "cpu" and mask.numel() >= PADDED_BELOW else PaddedTokens(mask)
 
 
@@ -255,6 +297,17 @@ class _Pack(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:
         return ctx.tokens.unpack(grad), None
+
+
+class _RowSum(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: Tensor, layout: Layout) -> Tensor:
+        ctx.layout = layout
+        return layout.sum(x)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:
+        return ctx.layout.spread(grad), None
 
 
 def _blocks(x: Tensor) -> Tensor:

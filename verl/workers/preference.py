@@ -7,9 +7,8 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
-
 from verl.algorithms.losses.preference import PairwiseLoss, policy_pair_loss, reward_model_loss
+from verl.algorithms.valid_tokens import valid_tokens
 from verl.batch import MicroBatching
 from verl.models.loader import ModelSpec
 from verl.protocol import DataProto
@@ -73,12 +72,12 @@ class PreferenceWorker(SupervisedWorker):
         is_policy, split = self.loss.score != "value", self.split
         with self.ledger.phase("log_prob"), self.actor.on_device():
             scored = self.actor.infer(data, Want.LOG_PROBS if is_policy else Want.VALUES, split)
-        outputs = scored.ragged("log_probs" if is_policy else "values").padded().double()
-        columns = {name: data.column(name) for name in ("response_mask", *self.loss.reference)}
+        outputs = scored.ragged("log_probs" if is_policy else "values").values.double()
+        columns = {name: data.ragged(name) for name in ("response_mask", *self.loss.reference)}
         found = {"score": self.loss.scores(outputs, columns)}
         if is_policy:
-            mask = columns["response_mask"] != 0
-            found |= {"log_prob": torch.where(mask, outputs, 0).sum(-1), "tokens": mask.sum(-1)}
+            tokens = valid_tokens(columns["response_mask"])
+            found |= {"log_prob": tokens.row_sum(tokens.pack(outputs)), "tokens": tokens.lengths}
         return DataProto.from_dict(tensors=found)
 
 

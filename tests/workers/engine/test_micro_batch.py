@@ -3,7 +3,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from tests.support.losses import Section, ppo_loss, value_loss
 from tests.support.tiny_models import make_batch, make_siblings
+from verl.algorithms.losses import TokenOutputs
 from verl.batch import WHOLE, MicroBatching
 from verl.batch.balancing import plan_micro_batches
 from verl.batch.ragged import Ragged
@@ -32,7 +34,6 @@ def test_every_response_token_is_predicted_once_from_the_token_before_it(split, 
     assert torch.equal(tokens.values, data.ragged("responses").values)
     for micro in parts.micro_batches:
         assert torch.equal(micro.input_ids.flatten()[micro.valid_positions + 1], micro.targets)
-        assert torch.equal(micro.to_rows(micro.targets).flatten()[micro.slots], micro.targets)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -40,12 +41,12 @@ def test_every_response_token_is_predicted_once_from_the_token_before_it(split, 
 def test_columns_stay_with_their_rows(split, layout):
     data = make_siblings(seed=3)
     parts = cut(data, split, columns=("advantages", "response_mask", "responses"), **LAYOUTS[layout])
-    column = parts.restore([micro.columns["advantages"].flatten()[micro.slots] for micro in parts.micro_batches])
+    column = parts.restore([micro.columns["advantages"].values for micro in parts.micro_batches])
     assert torch.equal(column.values, data.ragged("advantages").values)
     for micro in parts.micro_batches:
-        assert micro.columns["response_mask"].shape == micro.shape
-        assert torch.equal(micro.columns["responses"], micro.to_rows(micro.targets))
-        assert micro.columns["response_mask"].sum() == len(micro.targets)
+        assert all(column.layout is micro.response for column in micro.columns.values())
+        assert torch.equal(micro.columns["responses"].values, micro.targets)
+        assert micro.columns["response_mask"].values.sum() == len(micro.targets)
 
 
 def test_a_padded_batch_gives_the_same_micro_batches():
@@ -59,7 +60,7 @@ def test_a_padded_batch_gives_the_same_micro_batches():
     ):
         assert torch.equal(one.input_ids * 1, other.input_ids)
         assert torch.equal(one.valid_positions, other.valid_positions)
-        assert torch.equal(one.columns["advantages"], other.columns["advantages"])
+        assert torch.equal(one.columns["advantages"].values, other.columns["advantages"].values)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -79,7 +80,7 @@ def test_rows_without_a_response_are_read_nowhere(layout):
     assert find_shared_prompts(short).numbers == [0, 1, 2, 3]
     parts = cut(short, MicroBatching(size=1), **LAYOUTS[layout])
     assert sorted(len(micro.targets) for micro in parts.micro_batches)[0] == 0
-    assert all(micro.shape[1] >= 1 for micro in parts.micro_batches)
+    assert all(micro.response.width >= 1 for micro in parts.micro_batches)
     restored = parts.restore([micro.targets for micro in parts.micro_batches])
     assert torch.equal(restored.values, short.ragged("responses").values)
 
@@ -108,7 +109,7 @@ def test_packed_rows_see_what_they_see_alone(layout, split):
 def test_a_shared_prompt_runs_once_in_a_micro_batch_and_predicts_every_first_token(split):
     data = make_siblings(seed=5)
     parts, prompts = cut(data, split, **LAYOUTS["shared"]), find_shared_prompts(data)
-    groups = parts.order.split([micro.shape[0] for micro in parts.micro_batches])
+    groups = parts.order.split([len(micro.response) for micro in parts.micro_batches])
     lengths, ids = data.ragged("input_ids").layout.lengths.tolist(), data.ragged("input_ids").rows()
     for micro, group in zip(parts.micro_batches, groups, strict=True):
         assert micro.packing.tokens == prompts.tokens_of(group.tolist(), lengths)
@@ -177,7 +178,17 @@ def test_laying_out_reads_nothing_back_from_the_device():
     # the meta device has shapes and no values: whoever asks for one fails
     there = split_batch(data, groups, columns=("advantages",), device="meta").micro_batches
     for micro, moved in zip(here, there, strict=True):
-        assert moved.shape == micro.shape
-        for name in ("input_ids", "valid_positions", "targets", "slots"):
+        for name in ("input_ids", "valid_positions", "targets"):
             assert getattr(moved, name).is_meta and getattr(moved, name).shape == getattr(micro, name).shape
-        assert moved.columns["advantages"].is_meta
+        assert moved.columns["advantages"].values.is_meta and moved.response.starts.is_meta
+        assert moved.columns["advantages"].shape == micro.columns["advantages"].shape
+
+
+@pytest.mark.parametrize("loss", [ppo_loss(), ppo_loss(policy_loss=Section(loss_mode="gspo")), value_loss()])
+def test_a_loss_reads_nothing_back_from_the_device(loss):
+    data = make_batch(7, seed=3)
+    (micro,) = split_batch(data, [list(range(7))], loss.columns, device="meta").micro_batches
+    leaf = torch.zeros(len(micro.targets), device="meta", requires_grad=True)
+    assert loss.weight(micro.columns).is_meta
+    loss(TokenOutputs(leaf, leaf, leaf), micro.columns)[0].backward()
+    assert leaf.grad.shape == leaf.shape

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from verl.algorithms.registry import About, Registry
+from verl.algorithms.registry import About, Registry, takes_ragged
 from verl.algorithms.valid_tokens import BLOCK, ValidTokens, discounted_suffix_sum, is_whole, row_sums
 from verl.batch.ragged import Ragged
 from verl.utils.exit_codes import ExitCode
@@ -59,19 +59,6 @@ def builtin_estimator(
         return register_adv_est(name, about=about)(takes_ragged(estimator) if ragged else estimator)
 
     return register
-
-
-_TAKES_RAGGED: set[AdvantageFn] = set()
-
-
-def takes_ragged(estimator: AdvantageFn) -> AdvantageFn:
-    """Decorator: the estimator takes columns of the responses without padding too. Others get padded tensors."""
-    _TAKES_RAGGED.add(estimator)
-    return estimator
-
-
-def does_take_ragged(estimator: AdvantageFn) -> bool:
-    return estimator in _TAKES_RAGGED
 
 
 class NonFiniteError(ValueError):

@@ -6,8 +6,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from verl.algorithms.advantages.common import Groups, for_each_token, outcome_scores, register_adv_est, takes_ragged
-from verl.algorithms.registry import About
+from verl.algorithms.advantages.common import Groups, for_each_token, outcome_scores, register_adv_est
+from verl.algorithms.registry import About, takes_ragged
 
 
 @register_adv_est(

@@ -7,7 +7,8 @@ A policy loss is called with keywords and takes those it names:
 
 all tensors (B, R), ``config`` the ``actor`` section, metrics a dict of scalars under the names they are logged with.
 Losses written for older releases of verl, which return four scalars, work as they are (see ``loss_and_metrics``).
-A built-in loss is an equation on ``LossInputs``, the valid tokens of these; ``builtin_policy_loss`` makes an fn of it.
+A built-in loss is an equation on ``LossInputs``, the valid tokens of these; ``builtin_policy_loss`` makes an fn of it,
+which takes columns without padding, too. An update has these, and pads them for a loss of the user's.
 
 Letters: A advantage, pi the policy, pi_old the one the batch was scored with, mu the one that sampled, w =
 pi(y_t) / pi_old(y_t) the importance ratio, T_i the tokens of response i, sg[] a constant.

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from verl.algorithms.aggregate import Aggregation, PreparedBatch, agg_loss
+from verl.algorithms.aggregate import Aggregation, PreparedBatch
 from verl.algorithms.kl import KL_PENALTIES
 from verl.algorithms.losses.common import (
     LOSS_ARGUMENTS,
@@ -24,7 +24,9 @@ from verl.algorithms.losses.common import (
     loss_and_metrics,
     loss_arguments_of,
 )
-from verl.algorithms.registry import control
+from verl.algorithms.registry import control, does_take_ragged
+from verl.algorithms.valid_tokens import as_column, row_sums, valid_tokens, values_of
+from verl.batch.ragged import Column, Ragged
 
 if TYPE_CHECKING:
     from verl.config.actor import ActorConfig
@@ -33,7 +35,7 @@ Metrics = dict[str, "Tensor | float"]
 
 
 class TokenOutputs(NamedTuple):
-    """Outputs of a forward pass for each response token: (b, r) each, zero where masked; None if not requested."""
+    """Outputs of a forward pass for each response token, (t,), or (b, r) with padded columns; None if not requested."""
 
     log_probs: Tensor | None = None
     entropy: Tensor | None = None
@@ -41,7 +43,7 @@ class TokenOutputs(NamedTuple):
     full_kl: Tensor | None = None
     """KL(policy || reference) over the vocabulary, or another divergence of the two."""
     top_log_probs: Tensor | None = None
-    """(b, r, k) of the tokens in the column that the loss names."""
+    """(t, k) of the tokens in the column that the loss names."""
 
 
 class PPOLoss:
@@ -110,7 +112,7 @@ class PPOLoss:
         }
         self.columns = tuple(name for name, is_read in names.items() if is_read)
 
-    def weight(self, micro: Mapping[str, Tensor]) -> Tensor:
+    def weight(self, micro: Mapping[str, Column]) -> Tensor:
         """Return the weight of this micro-batch's mean, as a scalar."""
         return self.aggregation.weight(micro["response_mask"])
 
@@ -150,7 +152,7 @@ class PPOLoss:
         """Add ``response_weights``, from lengths and difficulties of the responses of all ranks."""
         mask = batch.ragged("response_mask")
         # sampled tokens: the output of a tool makes no response longer
-        values = [mask.trim_padding().sum(-1)]
+        values = [row_sums(mask)]
         if self.config.difficulty_loss_weight:
             if "difficulty" not in batch:
                 raise ValueError(
@@ -172,53 +174,55 @@ class PPOLoss:
         """Return the weight of each response of a mini-batch, (B,) float32; see ``response_weights``."""
         return response_weights(lengths, difficulty, by_length=self.config.length_loss_weight)
 
-    def __call__(self, out: TokenOutputs, micro: Mapping[str, Tensor]) -> tuple[Tensor, Metrics]:
+    def __call__(self, out: TokenOutputs, micro: Mapping[str, Column]) -> tuple[Tensor, Metrics]:
         """Return the mean loss of a micro-batch, a scalar, and its metrics.
 
         With ``token-sum`` that is the mean over tokens: ``is_sum`` of ``prepare`` has the engine make it a sum.
 
         Args:
-            out: ``log_probs`` (b, r), ``entropy`` if ``want_entropy``, ``full_kl`` if ``want_full_kl``.
-            micro: ``columns``, (b, r) each.
+            out: ``log_probs``, ``entropy`` if ``want_entropy``, ``full_kl`` if ``want_full_kl``.
+            micro: ``columns``, each without padding or each (b, r). A policy loss of the user's gets (b, r).
         """
-        mask, mode = micro["response_mask"], self.aggregation.mode_of_mean
-        # equal to log pi, so every ratio is exactly 1 and no clip holds
-        old = out.log_probs.detach() if self.is_on_policy else micro["old_log_probs"]
-        values = (old, out.log_probs, micro["advantages"], mask, mode, self.config)
-        if self.arguments:
-            named = dict(zip(LOSS_ARGUMENTS, values, strict=True))
-            arguments: dict[str, Any] = {name: named[name] for name in self.arguments}
-            arguments |= {name: micro[name] for name in self.extra_columns if name in micro}
-            if self.weighs_responses:
-                # the loss multiplies its tokens by these: so responses are weighed without a change of any loss
-                arguments["rollout_is_weights"] = arguments.get("rollout_is_weights", 1) * micro["response_weights"]
-            result = self.policy_loss(**arguments)
-        else:
-            result = self.policy_loss(*values)
-        loss, metrics = loss_and_metrics(result)
-        loss = self.aggregation.mean(loss, mask)
+        mask = micro["response_mask"]
+        tokens, mean = valid_tokens(mask), self.aggregation.mean
+        loss, metrics = loss_and_metrics(self._policy_loss_of(out.log_probs, micro))
+        loss = self.aggregation.rescaled(loss, tokens)
         metrics = {"actor/pg_loss": loss.detach(), **metrics}
-
-        def mean(per_token: Tensor) -> Tensor:
-            return self.aggregation.mean(agg_loss(per_token, mask, mode), mask)
-
         if self.config.use_kl_loss:
-            kl = out.full_kl if self.kl is None else self.kl(out.log_probs, micro["ref_log_prob"])
-            kl = mean(kl)
+            kl = out.full_kl if self.kl is None else self.kl(out.log_probs, values_of(micro["ref_log_prob"]))
+            kl = mean(tokens.pack(kl), tokens)
             loss = loss + self.config.kl_loss_coef * kl
             metrics["actor/kl_loss"] = kl.detach()
             metrics["actor/kl_coef"] = self.config.kl_loss_coef
         # entropy and imitation come after: the coefficient is that of the policy loss and its KL alone
         loss = loss * self.config.rl_loss_coef
         if self.want_entropy:
-            entropy = mean(out.entropy)
+            entropy = mean(tokens.pack(out.entropy), tokens)
             loss = loss - self.config.entropy_coeff * entropy
             metrics["actor/entropy_loss"] = entropy.detach()
         if self.config.sft_loss_coef:
-            imitation = mean(imitation_loss(out.log_probs, micro["token_level_scores"], mask))
+            imitation = mean(imitation_loss(out.log_probs, micro["token_level_scores"], mask), tokens)
             loss = loss + self.config.sft_loss_coef * imitation
             metrics["actor/sft_loss"] = imitation.detach()
         return loss, metrics
+
+    def _policy_loss_of(self, log_probs: Tensor, micro: Mapping[str, Column]) -> tuple:
+        """Call the policy loss with the columns that it names."""
+        mask = micro["response_mask"]
+        # equal to log pi, so every ratio is exactly 1 and no clip holds
+        old = as_column(log_probs.detach(), mask) if self.is_on_policy else micro["old_log_probs"]
+        values = (old, as_column(log_probs, mask), micro["advantages"], mask, self.aggregation.mode_of_mean)
+        named: dict[str, Any] = dict(zip(LOSS_ARGUMENTS, (*values, self.config), strict=True))
+        if self.arguments:
+            named = {name: named[name] for name in self.arguments}
+            named |= {name: micro[name] for name in self.extra_columns if name in micro}
+            if self.weighs_responses:
+                # the loss multiplies its tokens by these: so responses are weighed without a change of any loss
+                weights = values_of(named.get("rollout_is_weights", 1)) * values_of(micro["response_weights"])
+                named["rollout_is_weights"] = as_column(weights, mask)
+        if not does_take_ragged(self.policy_loss):
+            named = {name: one.padded() if isinstance(one, Ragged) else one for name, one in named.items()}
+        return self.policy_loss(**named) if self.arguments else self.policy_loss(*named.values())
 
 
 @control(
@@ -229,21 +233,21 @@ class PPOLoss:
     "algorithms/losses/test_actor.py::test_imitation_by_hand",
     options="actor.sft_loss_coef actor.rl_loss_coef",
 )
-def imitation_loss(log_prob: Tensor, token_level_scores: Tensor, response_mask: Tensor) -> Tensor:
+def imitation_loss(log_prob: Tensor, token_level_scores: Column, response_mask: Column) -> Tensor:
     """Raise the likelihood of what succeeded: -log pi on tokens of responses with a positive score, 0 on others.
 
     Args:
-        log_prob: (B, R) float.
-        token_level_scores: (B, R) float; a response's score is the sum over its tokens.
-        response_mask: (B, R); 1 on tokens that count.
+        log_prob: (B, R) float, or (T,) of columns without padding.
+        token_level_scores: a response's score is the sum over its tokens.
+        response_mask: 1 on tokens that count.
 
     Returns:
-        (B, R); zero where masked.
+        The loss of each valid token, packed.
     """
-    is_own = response_mask != 0
-    scores = torch.where(is_own, token_level_scores, 0).sum(-1, keepdim=True)
-    # `where`, not a product: a masked log-prob may be -inf
-    return torch.where(is_own & (scores > 0), -log_prob, 0)
+    tokens = valid_tokens(response_mask)
+    is_success = tokens.repeat((tokens.row_sum(tokens.pack(token_level_scores)) > 0).long()) != 0
+    # `where`, not a product: the log-prob of a failure may be -inf
+    return torch.where(is_success, -tokens.pack(log_prob), 0)
 
 
 @control(

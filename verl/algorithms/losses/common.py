@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 
 from verl.algorithms.aggregate import agg_rows
-from verl.algorithms.registry import About, Registry
+from verl.algorithms.registry import About, Registry, takes_ragged
 from verl.algorithms.valid_tokens import valid_tokens
+from verl.batch.ragged import Column
 
 if TYPE_CHECKING:
     from verl.config.actor import ActorConfig
@@ -90,23 +91,23 @@ class LossInputs:
     where an optional one is missing. Gaps hold zeros; ``valid_tokens`` has the row of each token.
 
     Args:
-        old_log_prob, log_prob, advantages, rollout_is_weights, columns: (B, R) float; values at masked positions have
-            no influence and get no gradient.
-        response_mask: (B, R); 1 on tokens that count.
+        old_log_prob, log_prob, advantages, rollout_is_weights, columns: (B, R) float, or without padding, all of one
+            layout; values at masked positions have no influence and get no gradient.
+        response_mask: the same; 1 on tokens that count.
         config: the ``actor`` section.
     """
 
     def __init__(
         self,
         loss_mode: str,
-        old_log_prob: Tensor,
-        log_prob: Tensor,
-        advantages: Tensor,
-        response_mask: Tensor,
+        old_log_prob: Column,
+        log_prob: Column,
+        advantages: Column,
+        response_mask: Column,
         loss_agg_mode: str,
         config: ActorConfig | None = None,
-        rollout_is_weights: Tensor | None = None,
-        **columns: Tensor | None,
+        rollout_is_weights: Column | None = None,
+        **columns: Column | None,
     ):
         self.loss_mode, self.loss_agg_mode, self._config = loss_mode, loss_agg_mode, config
         self.valid_tokens = valid_tokens(response_mask)
@@ -118,7 +119,7 @@ class LossInputs:
         self.rollout_is_weights = self._constant(rollout_is_weights)
         self.columns = {name: self._constant(column) for name, column in columns.items()}
 
-    def _constant(self, column: Tensor | None) -> Tensor | None:
+    def _constant(self, column: Column | None) -> Tensor | None:
         return None if column is None else self.valid_tokens.pack(column).detach()
 
     @cached_property
@@ -221,8 +222,9 @@ def builtin_policy_loss(
 
         fn(old_log_prob, log_prob, advantages, response_mask, *columns, loss_agg_mode, config, rollout_is_weights)
 
-    all tensors (B, R); ``old_log_prob`` is log pi_old, ``config`` the ``actor`` section, and ``rollout_is_weights``
-    multiply each token's loss. It returns the loss and its metrics, and is differentiable in ``log_prob``, once.
+    all tensors (B, R), or all without padding; ``old_log_prob`` is log pi_old, ``config`` the ``actor`` section, and
+    ``rollout_is_weights`` multiply each token's loss. It returns the loss and its metrics, and is differentiable in
+    ``log_prob``, once.
 
     Args:
         about: the row of docs/algorithms.md; its ``options`` are what the loss reads.
@@ -252,7 +254,7 @@ def builtin_policy_loss(
         wrapper: Any = update_wrapper(policy_loss, equation)
         del wrapper.__wrapped__, wrapper.__annotations__
         wrapper.__signature__ = signature
-        return register_policy_loss(*names, about=about)(wrapper)
+        return register_policy_loss(*names, about=about)(takes_ragged(wrapper))
 
     return wrap
 

@@ -13,9 +13,10 @@ from typing import TYPE_CHECKING, cast
 import torch
 from torch import Tensor
 
-from verl.algorithms.aggregate import agg_loss
 from verl.algorithms.kl import KL_PENALTIES
 from verl.algorithms.losses.actor import Metrics, PPOLoss, TokenOutputs
+from verl.algorithms.valid_tokens import as_column, valid_tokens, values_of
+from verl.batch.ragged import Column
 
 if TYPE_CHECKING:
     from verl.config.actor import ActorConfig
@@ -102,27 +103,28 @@ class DistillationLoss(PPOLoss):
             changes |= {"entropy_coeff": 0, "sft_loss_coef": 0.0}
             self.policy_gradient = PPOLoss(cast("ActorConfig", config.with_values(changes)), response_length)
 
-    def __call__(self, out: TokenOutputs, micro: Mapping[str, Tensor]) -> tuple[Tensor, Metrics]:
-        """As of `PPOLoss`; ``out.top_log_probs`` (b, r, k) are the policy's of the teacher's tokens."""
+    def __call__(self, out: TokenOutputs, micro: Mapping[str, Column]) -> tuple[Tensor, Metrics]:
+        """As of `PPOLoss`; ``out.top_log_probs`` (t, k) are the policy's of the teacher's tokens."""
         loss, metrics = super().__call__(out, micro)
-        mask, mode = micro["response_mask"], self.aggregation.mode_of_mean
-        divergence = self.divergence(out, micro)
-        own = self.aggregation.mean(agg_loss(divergence, mask, mode), mask)
+        mask, divergence = micro["response_mask"], self.divergence(out, micro)
+        tokens = valid_tokens(mask)
+        own = self.aggregation.mean(tokens.pack(divergence), tokens)
         metrics |= {"distill/loss": own.detach(), **self._measures(out, micro)}
         if self.policy_gradient is not None:
-            own, found = self.policy_gradient(out, {**micro, "advantages": -divergence.detach()})
+            own, found = self.policy_gradient(out, {**micro, "advantages": as_column(-divergence.detach(), mask)})
             metrics |= {name.replace("actor/", "distill/"): value for name, value in found.items()}
         return loss + self.options.distillation_loss_coef * own, metrics
 
-    def divergence(self, out: TokenOutputs, micro: Mapping[str, Tensor]) -> Tensor:
-        """The divergence at each response token, (b, r)."""
+    def divergence(self, out: TokenOutputs, micro: Mapping[str, Column]) -> Tensor:
+        """The divergence at each response token, (t,) or (b, r)."""
         options, smallest = self.options, self.options.log_prob_min_clamp
         if options.is_full:
             found = out.full_kl
         elif options.is_topk:
-            found = top_divergence(out.top_log_probs, micro[TOP_LOG_PROBS], options.beta, options.topk_tail, smallest)
+            teachers = values_of(micro[TOP_LOG_PROBS])
+            found = top_divergence(out.top_log_probs, teachers, options.beta, options.topk_tail, smallest)
         else:
-            own, teachers = out.log_probs, micro[TEACHER_LOG_PROBS]
+            own, teachers = out.log_probs, values_of(micro[TEACHER_LOG_PROBS])
             if smallest is not None:
                 own, teachers = own.clamp(min=smallest), teachers.clamp(min=smallest)
             found = KL_PENALTIES[options.loss_mode](own, teachers)
@@ -130,14 +132,12 @@ class DistillationLoss(PPOLoss):
         return found if most is None else found.clamp(-most, most)
 
     @torch.no_grad()
-    def _measures(self, out: TokenOutputs, micro: Mapping[str, Tensor]) -> Metrics:
+    def _measures(self, out: TokenOutputs, micro: Mapping[str, Column]) -> Metrics:
         """Means over tokens: the log-ratio to the teacher, and what the k tokens cover of both distributions."""
-        mask = micro["response_mask"] != 0
-        found = {}
+        found, tokens = {}, valid_tokens(micro["response_mask"])
         if not self.options.is_full:
-            found["distill/kl"] = out.log_probs - micro[TEACHER_LOG_PROBS]
+            found["distill/kl"] = out.log_probs - values_of(micro[TEACHER_LOG_PROBS])
         if self.options.is_topk:
-            found["distill/topk_mass"] = micro[TOP_LOG_PROBS].exp().sum(-1)
+            found["distill/topk_mass"] = values_of(micro[TOP_LOG_PROBS]).exp().sum(-1)
             found["distill/student_topk_mass"] = out.top_log_probs.exp().sum(-1)
-        # `where`, not a product: what is masked may be anything
-        return {name: torch.where(mask, values, 0).sum() / mask.sum() for name, values in found.items()}
+        return {name: tokens.mean(tokens.pack(values)) for name, values in found.items()}

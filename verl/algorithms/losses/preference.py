@@ -18,6 +18,8 @@ from torch.nn.functional import logsigmoid
 
 from verl.algorithms.aggregate import PreparedBatch
 from verl.algorithms.losses.actor import Metrics, TokenOutputs
+from verl.algorithms.valid_tokens import valid_tokens
+from verl.batch.ragged import Column
 
 PairLossFn = Callable[[Tensor, Tensor, Tensor], Tensor]
 """(chosen score, rejected score, margin), (P,) each, to the loss of each pair, (P,); differentiable."""
@@ -290,7 +292,7 @@ class PairwiseLoss:
         numbers = () if together else ("pair_loss", "pair_slope", "pair_is_right")
         self.columns = ("response_mask", *self.reference, "pairs", *numbers)
 
-    def weight(self, micro: Mapping[str, Tensor]) -> Tensor:
+    def weight(self, micro: Mapping[str, Any]) -> Tensor:
         """Return the rows of ``micro`` that are in a pair, as a scalar."""
         return (micro["pairs"] != 0).sum()
 
@@ -299,8 +301,8 @@ class PairwiseLoss:
         if self.together:
             return PreparedBatch(batch)
         outputs = (gather.values if self.score == "value" else gather.log_probs)()
-        columns = {name: batch.column(name) for name in ("response_mask", *self.reference)}
-        scores = self.scores(outputs.padded().cpu(), columns).detach().cpu().double()
+        columns = {name: batch.ragged(name).to("cpu") for name in ("response_mask", *self.reference)}
+        scores = self.scores(outputs.to("cpu"), columns).detach().double()
         margin = batch.column("margin").cpu().double() if "margin" in batch else torch.zeros_like(scores)
         values = torch.stack([batch.column("pairs").cpu().double(), scores, margin])
         numbers = gather.apply(partial(pair_numbers, self.pair_loss), values)
@@ -309,17 +311,18 @@ class PairwiseLoss:
             batch.put(name, number.contiguous())
         return PreparedBatch(batch)
 
-    def scores(self, outputs: Tensor, columns: Mapping[str, Tensor]) -> Tensor:
-        """Return the score of each row, (b,), from its tokens' log-probabilities or values (b, r)."""
-        mask = columns["response_mask"] != 0
+    def scores(self, outputs: Column, columns: Mapping[str, Any]) -> Tensor:
+        """Return the score of each row, (b,), from its tokens' log-probabilities or values."""
+        tokens = valid_tokens(columns["response_mask"])
+        flat = tokens.pack(outputs)
+        if self.score == "value":  # of the last token of the text alone
+            place = torch.arange(1, flat.numel() + 1, dtype=torch.float64, device=flat.device).view_as(flat)
+            last = tokens.row_max(place * (tokens.repeat(torch.ones_like(tokens.lengths)) != 0)).long()
+            return torch.cat([flat.new_zeros(1), flat.flatten()])[last]
         if self.score == "log_ratio":
-            outputs = outputs - columns["ref_log_prob"].to(outputs)
-        if self.score == "value":  # the last token of the text alone
-            after = mask.flip(-1).cumsum(-1).flip(-1)
-            mask = mask & (after == 1)
-        # not a product: a masked log-probability may be -inf
-        total = torch.where(mask, outputs, 0).sum(-1)
-        return total / mask.sum(-1).clamp(min=1) if self.score == "mean_log_prob" else total
+            flat = flat - tokens.pack(columns["ref_log_prob"]).to(flat)
+        total = tokens.row_sum(flat)
+        return total / tokens.lengths.clamp(min=1) if self.score == "mean_log_prob" else total
 
     def of_pairs(self, rows: Mapping[str, Tensor]) -> dict[str, float]:
         """Return the means over all pairs that a step logs, of measured rows in pairs, the chosen one first.
@@ -339,7 +342,7 @@ class PairwiseLoss:
         found["preference_margin"] = rewards["chosen_reward"] - rewards["rejected_reward"]
         return {name: float(value) for name, value in found.items()}
 
-    def __call__(self, out: TokenOutputs, micro: Mapping[str, Tensor]) -> tuple[Tensor, Metrics]:
+    def __call__(self, out: TokenOutputs, micro: Mapping[str, Any]) -> tuple[Tensor, Metrics]:
         """Return the mean loss over the rows of pairs of a micro-batch, a scalar, and its metrics."""
         outputs = out.values if self.score == "value" else out.log_probs
         assert outputs is not None
@@ -361,12 +364,12 @@ class PairwiseLoss:
         scaled, name, loss = self.scale * before, self.name, preference
         metrics = {}
         if self.score != "value":
-            mask = micro["response_mask"] != 0
-            log_prob = torch.where(mask, outputs, 0).sum(-1)
+            tokens = valid_tokens(micro["response_mask"])
+            log_prob = tokens.row_sum(tokens.pack(outputs))
             metrics[f"{name}/chosen_log_prob"] = mean(log_prob.detach() * (1 + sign))
             metrics[f"{name}/rejected_log_prob"] = mean(log_prob.detach() * (1 - sign))
             if self.nll_coef:
-                nll = mean(-log_prob / mask.sum(-1).clamp(min=1) * (1 + sign))
+                nll = mean(-log_prob / tokens.lengths.clamp(min=1) * (1 + sign))
                 loss = preference + self.nll_coef * nll
                 metrics[f"{name}/nll_loss"] = nll.detach()
         return loss, {

@@ -7,8 +7,10 @@ from typing import Any
 
 from torch import Tensor
 
-from verl.algorithms.aggregate import Aggregation, PreparedBatch, agg_loss
+from verl.algorithms.aggregate import Aggregation, PreparedBatch
 from verl.algorithms.losses.actor import Metrics, TokenOutputs
+from verl.algorithms.valid_tokens import valid_tokens
+from verl.batch.ragged import Column
 
 
 class SFTLoss:
@@ -28,7 +30,7 @@ class SFTLoss:
     def __init__(self) -> None:
         self.aggregation = Aggregation("token-mean", None)
 
-    def weight(self, micro: Mapping[str, Tensor]) -> Tensor:
+    def weight(self, micro: Mapping[str, Column]) -> Tensor:
         """Return the weight of this micro-batch's mean, as a scalar."""
         return self.aggregation.weight(micro["response_mask"])
 
@@ -36,8 +38,9 @@ class SFTLoss:
         """Return the mini-batch as it is."""
         return PreparedBatch(batch, self.aggregation.is_sum)
 
-    def __call__(self, out: TokenOutputs, micro: Mapping[str, Tensor]) -> tuple[Tensor, Metrics]:
-        """Return the mean loss of a micro-batch and its metrics; ``out.log_probs`` is (b, r)."""
+    def __call__(self, out: TokenOutputs, micro: Mapping[str, Column]) -> tuple[Tensor, Metrics]:
+        """Return the mean loss of a micro-batch and its metrics."""
         assert out.log_probs is not None
-        loss = agg_loss(-out.log_probs, micro["response_mask"], self.aggregation.mode)
+        tokens = valid_tokens(micro["response_mask"])
+        loss = self.aggregation.mean(-tokens.pack(out.log_probs), tokens)
         return loss, {"train/loss": loss.detach()}

@@ -8,19 +8,20 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from verl.algorithms.aggregate import Aggregation, PreparedBatch, agg_loss, agg_rows
+from verl.algorithms.aggregate import Aggregation, PreparedBatch, agg_rows
 from verl.algorithms.losses.actor import Metrics, TokenOutputs
 from verl.algorithms.valid_tokens import valid_tokens
+from verl.batch.ragged import Column
 
 if TYPE_CHECKING:
     from verl.config.critic import CriticConfig
 
 
 def compute_value_loss(
-    vpreds: Tensor,
-    returns: Tensor,
-    values: Tensor,
-    response_mask: Tensor,
+    vpreds: Column,
+    returns: Column,
+    values: Column,
+    response_mask: Column,
     cliprange_value: float | None,
     loss_agg_mode: str = "token-mean",
 ) -> tuple[Tensor, Tensor]:
@@ -33,7 +34,8 @@ def compute_value_loss(
     Args:
         vpreds: (B, R) float; V, the critic's present prediction; differentiable.
         returns, values: (B, R) float; the target, and V_old.
-        response_mask: (B, R); 1 on tokens that count. Masked positions have no influence and get no gradient.
+        response_mask: (B, R); 1 on tokens that count. Masked positions have no influence and get no gradient. All
+            may be without padding, as `Ragged`.
         cliprange_value: c, in units of the return; None: the first square alone.
         loss_agg_mode: see ``agg_loss``.
 
@@ -76,7 +78,7 @@ class ValueLoss:
         self.config = config
         self.aggregation = Aggregation(config.loss_agg_mode, response_length)
 
-    def weight(self, micro: Mapping[str, Tensor]) -> Tensor:
+    def weight(self, micro: Mapping[str, Column]) -> Tensor:
         """Return the weight of this micro-batch's mean, as a scalar."""
         return self.aggregation.weight(micro["response_mask"])
 
@@ -84,9 +86,10 @@ class ValueLoss:
         """Return the mini-batch as it is."""
         return PreparedBatch(batch, self.aggregation.is_sum)
 
-    def __call__(self, out: TokenOutputs, micro: Mapping[str, Tensor]) -> tuple[Tensor, Metrics]:
-        """Return the mean loss of a micro-batch and its metrics; ``out.values`` and each of ``columns`` are (b, r)."""
+    def __call__(self, out: TokenOutputs, micro: Mapping[str, Column]) -> tuple[Tensor, Metrics]:
+        """Return the mean loss of a micro-batch and its metrics; ``columns`` are without padding, or each (b, r)."""
         mask = micro["response_mask"]
+        tokens = valid_tokens(mask)
         loss, clipfrac = compute_value_loss(
             out.values,
             micro["returns"],
@@ -95,9 +98,9 @@ class ValueLoss:
             self.config.cliprange_value,
             self.aggregation.mode_of_mean,
         )
-        loss = self.aggregation.mean(loss, mask)
+        loss = self.aggregation.rescaled(loss, tokens)
         return loss, {
             "critic/vf_loss": loss.detach(),
             "critic/vf_clipfrac": clipfrac,
-            "critic/vpred_mean": agg_loss(out.values.detach(), mask, "token-mean"),
+            "critic/vpred_mean": tokens.mean(tokens.pack(out.values.detach())),
         }

@@ -17,9 +17,10 @@ import torch
 from torch import Tensor
 
 from verl.algorithms.advantages import get_adv_estimator_fn
-from verl.algorithms.advantages.common import NonFiniteError, does_take_ragged, find_turns, require_finite
+from verl.algorithms.advantages.common import NonFiniteError, find_turns, require_finite
 from verl.algorithms.advantages.gigpo import STATE_COLUMN, anchor_groups, anchor_metrics
 from verl.algorithms.kl import kl_penalty as kl_estimate
+from verl.algorithms.registry import does_take_ragged
 from verl.algorithms.reward_shaping import (
     Moments,
     centre_and_spread,

@@ -510,7 +510,7 @@ class Engine(EngineState):
             reference,
             outputs.states,
             outputs.top,
-            None if outputs.ids is None else micro.of_tokens(outputs.ids),
+            None if outputs.ids not in micro.columns else micro.columns[outputs.ids].values,
         )
 
     def _as_columns(self, batches: MicroBatches, results: list[TokenScores], want: Want) -> DataProto:

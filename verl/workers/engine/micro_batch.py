@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from verl.batch.balancing import Prompts, inverse_permutation
-from verl.batch.ragged import CountedPositions, Layout, Ragged, select_columns, slice_columns
+from verl.batch.ragged import Column, CountedPositions, Layout, Ragged, select_columns, slice_columns
 from verl.models.attention.kernels import Packing
 from verl.models.attention.sequence_parallel import Group, SequenceShard
 from verl.models.multimodal import (
@@ -111,12 +111,10 @@ class MicroBatch:
     prompts some repeat: the last token of a prompt predicts the first of several responses."""
     targets: Tensor
     """(t,): the response tokens."""
-    slots: Tensor
-    """(t,): their indices in the flattened (b * r,)."""
-    shape: tuple[int, int]
-    """(b, r); r is at least 1."""
-    columns: Mapping[str, Tensor]
-    """Columns of the loss, each (b, r) or, with one value a row, (b, ...)."""
+    response: Layout
+    """Rows of the response tokens, in a window of r columns; r is at least 1."""
+    columns: Mapping[str, Column]
+    """Columns of the loss: the values (t, ...) of each response token in ``response``, or one value a row, (b, ...)."""
     vision_inputs: Mapping[str, Tensor] = field(default_factory=dict)
     """Image tensors of all rows in order, those of shared prompts once; empty without images."""
     packing: Packing | None = None
@@ -127,14 +125,20 @@ class MicroBatch:
     def to(self, device: torch.device | str) -> MicroBatch:
         """Return a copy on another device."""
         position_ids = None if self.position_ids is None else self.position_ids.to(device)
+        response = self.response.to(device)
+
+        def moved(column: Column) -> Column:
+            if isinstance(column, Ragged):  # one layout for all
+                return Ragged(column.values.to(device), response, column.fill)
+            return column.to(device)
+
         return MicroBatch(
             input_ids=self.input_ids.to(device),
             position_ids=position_ids,
             valid_positions=self.valid_positions.to(device),
             targets=self.targets.to(device),
-            slots=self.slots.to(device),
-            shape=self.shape,
-            columns={name: column.to(device) for name, column in self.columns.items()},
+            response=response,
+            columns={name: moved(column) for name, column in self.columns.items()},
             vision_inputs={name: tensor.to(device) for name, tensor in self.vision_inputs.items()},
             packing=None if self.packing is None else self.packing.to(device),
             shard=None if self.shard is None else self.shard.to(device),
@@ -153,17 +157,6 @@ class MicroBatch:
             packing=self.packing.append_segment(extra) if extra else self.packing,
             shard=shard,
         )
-
-    def to_rows(self, flat: Tensor) -> Tensor:
-        """Scatter (t, ...) into (b, r, ...), zero at the padding; differentiable."""
-        rows, width = self.shape
-        padded = flat.new_zeros(rows * width, *flat.shape[1:])
-        return padded.index_copy(0, self.slots, flat).view(rows, width, *flat.shape[1:])
-
-    def of_tokens(self, name: str) -> Tensor | None:
-        """Column ``name`` at the response tokens, (t, ...); None where the micro-batch has none."""
-        column = self.columns.get(name)
-        return None if column is None else column.flatten(0, 1).index_select(0, self.slots)
 
 
 @dataclass(frozen=True)
@@ -187,7 +180,7 @@ def row_names(batches: MicroBatches, data: DataProto) -> list[str]:
     uids, order = data.non_tensor_batch.get("uid"), batches.order.tolist()
     found, first = [], 0
     for micro in batches.micro_batches:
-        rows = order[first : first + micro.shape[0]]
+        rows = order[first : first + len(micro.response)]
         first += len(rows)
         names = [f"number {row}" if uids is None else str(uids[row]) for row in rows[:_NAMED_ROWS]]
         found.append(f"{len(rows)} rows, the first of them {', '.join(names)}" if rows else "no rows of its own")
@@ -265,13 +258,9 @@ def split_batch(
     micro_batches, first = [], 0
     for last in torch.tensor([len(group) for group in groups]).cumsum(0).tolist():
         part, rows = slice_columns(ragged, first, last), order[first:last].tolist()
-        values = {}
-        for name in names:
-            value = part[name].trim_padding() if name in part else dense[name][first:last]
-            # where no row has a response, one column of padding stays for the loss to read
-            is_empty = name in part and not value.shape[1]
-            values[name] = value.new_zeros(len(value), 1, *value.shape[2:]) if is_empty else value
         response, owners = part["responses"].layout.trimmed, None
+        if not response.width:  # where no row has a response, one column of padding stays for the loss to read
+            response = replace(response, width=1)
         if packed:
             owners = None if prompts is None else _prompt_owners([prompts.numbers[row] for row in rows])
             tokens = _pack(part, before[first:last], owners)
@@ -288,9 +277,10 @@ def split_batch(
         micro = MicroBatch(
             *tokens[:3],
             targets=part["responses"].values,
-            slots=response.valid_positions,
-            shape=(len(response), max(response.width, 1)),
-            columns=values,
+            response=response,
+            columns={
+                name: part[name].with_layout(response) if name in part else dense[name][first:last] for name in names
+            },
             vision_inputs=images,
             packing=tokens[3],
         )

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from verl.batch.ragged import Ragged
 from verl.checkpoint.checkpoint_manager import random_state
 from verl.models.attention.kernels import AttentionOptions, Packing
 from verl.models.attention.packed import use_packed_attention
@@ -219,8 +220,8 @@ def _micro_batch(
     rows: list[Tensor], ids: Tensor, positions: Tensor | None, valid_positions: Tensor, packing: Packing | None
 ) -> MicroBatch:
     targets = torch.cat([row[1:] for row in rows])
-    shape = len(rows), max(map(len, rows)) - 1
-    return MicroBatch(ids, positions, valid_positions, targets, torch.arange(len(targets)), shape, {}, packing=packing)
+    response = Ragged.from_rows([row[1:] for row in rows], max(map(len, rows)) - 1).layout
+    return MicroBatch(ids, positions, valid_positions, targets, response, {}, packing=packing)
 
 
 # -- errors -----------------------------------------------------------------------------------------------------------

@@ -16,7 +16,8 @@ from torch import Tensor
 
 from verl.algorithms.aggregate import PreparedBatch
 from verl.algorithms.losses import TokenOutputs
-from verl.batch.ragged import Ragged
+from verl.algorithms.valid_tokens import valid_tokens
+from verl.batch.ragged import Column, Ragged
 from verl.models.token_outputs import ReferenceStates, TokenScores
 from verl.protocol import DataProto
 from verl.utils.distributed import Topology, all_gather_objects
@@ -48,11 +49,11 @@ class LossFn(Protocol):
     def prepare(self, batch: DataProto, gather: Gather) -> PreparedBatch:
         """Add the columns that depend on the whole mini-batch."""
 
-    def weight(self, columns: Mapping[str, Tensor]) -> Tensor:
+    def weight(self, columns: Mapping[str, Column]) -> Tensor:
         """Return the divisor of the micro-batch's mean."""
 
-    def __call__(self, outputs: TokenOutputs, columns: Mapping[str, Tensor], /) -> tuple[Tensor, dict[str, Any]]:
-        """Return the mean loss of a micro-batch and its metrics."""
+    def __call__(self, outputs: TokenOutputs, columns: Mapping[str, Column], /) -> tuple[Tensor, dict[str, Any]]:
+        """Return the mean loss of a micro-batch and its metrics, from outputs (t,) and columns without padding."""
 
 
 class TrainStep(NamedTuple):
@@ -78,8 +79,7 @@ class TrainStep(NamedTuple):
             # other ranks wait in backward, so run it, with zero gradients
             return torch.stack([part.sum() for part in scores if part is not None]).sum() * 0.0
         parts = scores.log_probs, scores.entropy, scores.values, scores.full_kl, scores.top_log_probs
-        outputs = TokenOutputs(*(part if part is None else micro.to_rows(part) for part in parts))
-        value, metrics = self.loss(outputs, micro.columns)
+        value, metrics = self.loss(TokenOutputs(*parts), micro.columns)
         # detached, or the graph of every micro-batch would live until the end of the step
         numbers = {name: one.detach() if isinstance(one, Tensor) else one for name, one in metrics.items()}
         # a fraction of tokens is a mean over tokens even where the loss is a mean over responses
@@ -108,12 +108,12 @@ def plan_step(
         The step, and over all ranks the tokens that shared prompts save, and the tokens that run.
     """
     own = micro_batches[:local]
-    masks = [micro.columns["response_mask"].sum() for micro in own if loss.averaged_as_loss is not None]
-    numbers = to_floats([loss.weight(micro.columns) for micro in own] + masks)
+    counts = [valid_tokens(micro.columns["response_mask"]).total for micro in own if loss.averaged_as_loss is not None]
+    numbers = to_floats([loss.weight(micro.columns) for micro in own] + counts)
     weights, tokens = numbers[:local], numbers[local:]
     packings = [micro.packing for micro in own if micro.packing]
-    counts = [sum(weights), sum(p.tokens_saved for p in packings), sum(p.tokens for p in packings)]
-    total, saved, run = engine.reduce(counts, "sum")
+    sums = [sum(weights), sum(p.tokens_saved for p in packings), sum(p.tokens for p in packings)]
+    total, saved, run = engine.reduce(sums, "sum")
     idle = [0.0] * (len(micro_batches) - local)
     shares = [weight / total if total else 0.0 for weight in weights] + idle
     # gradients are averaged over ranks, so each rank multiplies by their number to have them summed; ranks that share
