@@ -499,16 +499,6 @@ class AgentLoopWorkers:
         self._wait(self.all("servers", *self._servers))
         return WorkersClient(self, addresses, token, max_running)
 
-    async def hold(self) -> None:
-        """Have samples with a gate send no request until `release`."""
-        self.released = None
-        await self.all("hold")
-
-    async def release(self, version: int) -> None:
-        """Let requests be sent again, under the weights of ``version``."""
-        self.released = version
-        await self.all("release", version)
-
     async def all(self, method: str, *arguments: Any) -> list[Any]:
         """Call a method of every process that runs; returns the results of those that did not end meanwhile."""
         calls = [link.call(method, *arguments) for link in self.links.values()]
@@ -569,20 +559,11 @@ class AgentLoopWorkers:
                 continue
             link = min(links, key=lambda one: (one.rows, one.process))
             try:
-                return await self._run(link, number, row, seed, sampling, sample, batch)
+                return await self._run(link, sample, number, row, seed, sampling, sample, batch)
             except ProcessLost as error:
                 process = error.process
 
-    async def _run(
-        self,
-        link: Link,
-        number: int | str,
-        row: dict[str, Any],
-        seed: int,
-        sampling: SamplingParams,
-        sample: SentSample | None,
-        batch: int,
-    ) -> RowOutput:
+    async def _run(self, link: Link, sample: SentSample | None, number: int | str, *arguments: Any) -> RowOutput:
         name = f"run {next(self._runs)}"
         if sample is not None:
             kept: ReplyLog = sample.log.replies
@@ -594,7 +575,7 @@ class AgentLoopWorkers:
             sample.running = name
             sample.idle.clear()
         link.rows += 1
-        call, future = link.submit("row", number, row, seed, sampling, sample, batch, name)
+        call, future = link.submit("row", number, *arguments, name)
         try:
             output, failure, log, keeps = await asyncio.shield(future)
         except asyncio.CancelledError:
@@ -671,12 +652,14 @@ class WorkersClient(RolloutClient):
         return [*super().take_spans(since), *(span for spans in found for span in shifted(spans, -shift))]
 
     async def hold(self) -> None:
-        """Have the processes send no request until `release`."""
-        await self.workers.hold()
+        """Have samples with a gate send no request until `release`."""
+        self.workers.released = None
+        await self.workers.all("hold")
 
     async def release(self, version: int) -> None:
         """Let requests be sent again, under the weights of ``version``."""
-        await self.workers.release(version)
+        self.workers.released = version
+        await self.workers.all("release", version)
 
     async def fetch_logs(self, samples: Mapping[str, SentSample], interrupts: bool = False) -> None:
         """Bring the progress logs of samples that run to their newest state.
