@@ -48,6 +48,40 @@ def test_sglang_keeps_its_contract(options):
     contract("sglang", {"gpu_memory_utilization": 0.2, **options})
 
 
+CLASSIFIER = """
+import sys, torch
+from verl.config.reward import RewardModelConfig
+from verl.workers.rollout import get_rollout_class
+from verl.workers.rollout.base import Request, SamplingParams
+folder, name, device = sys.argv[1:]
+options = {"name": name, "dtype": "float32", "max_model_len": 64, "gpu_memory_utilization": 0.3}
+engine = get_rollout_class(name, classifies=True)(
+    folder, RewardModelConfig(enable=True, rollout=options).engine_options(), device
+)
+texts = [Request(tuple(range(3, 3 + length)), SamplingParams(1)) for length in (2, 17, 40)]
+found, free = [], []
+for _ in range(3):
+    assert engine.is_asleep
+    free.append(torch.cuda.mem_get_info()[0] if device == "cuda" else 1)
+    engine.wake()
+    free.append(torch.cuda.mem_get_info()[0] if device == "cuda" else 0)
+    found.append([completion.score for completion in engine.generate(texts, 0)])
+    engine.sleep()
+assert found[0] == found[1] == found[2] and len(set(found[0])) == 3, found
+assert free[2] > free[3] and free[4] > free[5], free
+assert device == "cpu" or free[2] - free[3] > 0.2 * torch.cuda.mem_get_info()[1], free
+getattr(engine, "close", lambda: None)()
+"""
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=getattr(pytest.mark, name)) for name in ("vllm", "sglang")])
+def test_a_classifier_scores_the_same_after_it_slept_and_its_memory_was_free(name, tmp_path, device="cuda"):
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32}
+    folder = make_tiny_model(tmp_path / "rm", head="sequence", initializer_range=0.3, **heads)
+    done = subprocess.run([sys.executable, "-c", CLASSIFIER, str(folder), name, device], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-5000:]
+
+
 # -- the ways weights take -----------------------------------------------------------------------------------------
 
 TAKE = """
