@@ -8,7 +8,7 @@ import torch
 
 from tests.support.images import MIXED, asked, image_dataset, image_row, make_tiny_vl_model, picture, png
 from verl.data.rl_dataset import DataError, RLHFDataset, collate_fn
-from verl.data.vision import open_image, process_image
+from verl.data.vision import open_image, pixels_of, process_image
 from verl.protocol import DataProto
 from verl.utils.tokenizer import hf_processor, hf_tokenizer
 
@@ -142,6 +142,10 @@ def test_the_workers_can_make_the_tensors_instead(folder, mixed):
     for row, inputs in enumerate(filled):
         expected = full[row // 2]["multi_modal_inputs"]
         assert inputs.keys() == expected.keys() and all(torch.equal(inputs[k], expected[k]) for k in expected)
+    pixels = sum(3 * image.width * image.height for _, images in MIXED for image in images)
+    tensors = sum(tensor.nbytes for i in range(len(MIXED)) for tensor in full[i]["multi_modal_inputs"].values())
+    assert (lean.image_bytes(), full.image_bytes()) == (pixels // len(MIXED), (pixels + tensors) // len(MIXED))
+    assert pixels_of({"image": [picture().convert("L")]}) is None
 
 
 def test_rows_keep_their_images_on_the_way_to_the_workers(folder, mixed):

@@ -63,6 +63,7 @@ def test_a_video_is_not_cut(folder, written):
 
 
 def test_workers_make_the_same_tensors(folder, written):
+    from verl.trainer.ppo.experience import keep_model_inputs
     from verl.workers.model_worker import ImageInputs
 
     path = written([video_row(*shown) for shown in SHOWN])
@@ -70,9 +71,13 @@ def test_workers_make_the_same_tensors(folder, written):
         image_dataset(folder, path, max_prompt_length=96, return_multi_modal_inputs=made) for made in (True, False)
     )
     batch = DataProto.from_single_dict(collate_fn([lean[i] for i in range(5)]))
-    for row, inputs in enumerate(ImageInputs(folder).filled(batch).non_tensor_batch["multi_modal_inputs"]):
-        expected = full[row]["multi_modal_inputs"]
-        assert inputs.keys() == expected.keys() and all(torch.equal(inputs[k], expected[k]) for k in expected)
+    sent = batch.select()
+    keep_model_inputs(sent)  # as pixels, once a step
+    assert "multi_modal_data" not in sent.non_tensor_batch and "multi_modal_data" in batch.non_tensor_batch
+    for rows in (batch, sent):
+        for row, inputs in enumerate(ImageInputs(folder).filled(rows).non_tensor_batch["multi_modal_inputs"]):
+            expected = full[row]["multi_modal_inputs"]
+            assert inputs.keys() == expected.keys() and all(torch.equal(inputs[k], expected[k]) for k in expected)
 
 
 FRAMES = [picture(seed=1), picture(seed=2)]

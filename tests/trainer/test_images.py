@@ -63,7 +63,11 @@ OTHER_WAYS = {
     "tokens": {f"{ACTOR}__use_dynamic_bsz": True, f"{ACTOR}__ppo_max_token_len_per_gpu": 400},
     "asynchronous": {f"{ROLLOUT}__mode": "async"},
     "apart": {"actor_rollout_ref__hybrid_engine": False, f"{ROLLOUT}__n_gpus_per_node": 1},
-    "made_by_workers": {"data__return_multi_modal_inputs": False},
+    "made_by_workers": {
+        "data__return_multi_modal_inputs": False,
+        f"{ACTOR}__strategy": "fsdp2",
+        "trainer__n_gpus_per_node": 2,
+    },
     "sglang": {f"{ROLLOUT}__name": "sglang", f"{ROLLOUT}__mode": "async"},
 }
 

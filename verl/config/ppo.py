@@ -308,15 +308,16 @@ class PPOConfig(Config):
         """Seed of the shuffling of prompts."""
         return self.trainer.seed if self.data.seed is None else self.data.seed
 
-    @property
-    def batch_bytes(self) -> int:
-        """Bytes of the largest batch of a step between driver and workers, all rows full, images left out.
+    def batch_bytes(self, images: int = 0) -> int:
+        """Bytes of the largest batch of a step between driver and workers, all rows full.
 
-        4 bytes a token: its id, and eleven more columns on tokens of the response.
+        4 bytes a token: its id, and eleven more columns on tokens of the response. ``images``: bytes of those of a
+        prompt; each rank that has a response to it gets them.
         """
         rollout = self.actor_rollout_ref.rollout
-        rows = max(self.data.prompts_per_step, self.data.train_batch_size) * rollout.n
-        return 4 * rows * (rollout.prompt_length + 12 * rollout.response_length)
+        prompts = max(self.data.prompts_per_step, self.data.train_batch_size)
+        tokens = 4 * prompts * rollout.n * (rollout.prompt_length + 12 * rollout.response_length)
+        return tokens + prompts * min(rollout.n, self.trainer.world_size) * images
 
     @property
     def rollout_processes(self) -> list[int]:

@@ -44,7 +44,7 @@ from verl.data.tokenization import (
     truncate,
     truncate_prompt,
 )
-from verl.data.vision import EncodedPrompt, ImagePrompts, MediaColumns, mismatched_rows, with_image_parts
+from verl.data.vision import EncodedPrompt, ImagePrompts, MediaColumns, mismatched_rows, pixels_of, with_image_parts
 
 __all__ = ["DataError", "RLHFDataset", "collate_fn", "truncate"]
 
@@ -345,6 +345,17 @@ class RLHFDataset(Dataset):
     def _has_media(self) -> bool:
         """Whether some file has a column of images or videos that the model supports."""
         return bool(self._media.kinds(getattr(self.dataframe, "column_names", ())))
+
+    def image_bytes(self) -> int:
+        """Bytes of the images of a prompt, as they are and as the model reads them: the mean of the first rows."""
+        if not len(self) or not self._has_media():
+            return 0
+        rows, total = [self[item] for item in range(min(8, len(self)))], 0
+        for row in rows:
+            tensors = [*(pixels_of(row.get("multi_modal_data") or {}) or {}).values()]
+            tensors += [value for value in row.get("multi_modal_inputs", {}).values() if hasattr(value, "nbytes")]
+            total += sum(tensor.nbytes for tensor in tensors)
+        return total // len(rows)
 
     # texts -----------------------------------------------------------------------------------------------------
 

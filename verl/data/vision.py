@@ -18,6 +18,7 @@ from verl.data.table import DataError, RowTable, is_list, is_text
 
 if TYPE_CHECKING:
     from PIL.Image import Image
+    from torch import Tensor
     from transformers import ProcessorMixin
 
 
@@ -317,6 +318,44 @@ def media_inputs(processor: ProcessorMixin, media: Mapping[str, Sequence[Any]]) 
             step = processor.video_processor.temporal_patch_size
             tensors["second_per_grid_ts"] = torch.tensor([step / video.fps for video in videos])
     return tensors
+
+
+def pixels_of(media: Mapping[str, Sequence[Any]]) -> dict[str, Tensor] | None:
+    """The RGB images and videos of one prompt as tensors of bytes by name (``image/0``), which `media_of` reads.
+
+    None where one is no RGB image.
+    """
+    import torch
+
+    def tensor(array: Any, dtype: Any = None) -> Tensor:
+        return torch.from_numpy(np.array(array, dtype=dtype))
+
+    images, videos = list(media.get("image") or ()), [Video(*video) for video in media.get("video") or ()]
+    every = [*images, *(frame for video in videos for frame in video.frames)]
+    if any(getattr(image, "mode", None) != "RGB" for image in every):
+        return None
+    found = {f"image/{i}": tensor(image) for i, image in enumerate(images)}
+    for i, video in enumerate(videos):
+        found |= {f"video/{i}": tensor([np.asarray(frame) for frame in video.frames])}
+        found |= {f"video/{i}/fps": tensor([video.fps], np.float64)}
+    return found
+
+
+def media_of(pixels: Mapping[str, Tensor]) -> dict[str, list[Any]]:
+    """Undo `pixels_of`."""
+    from PIL import Image
+
+    media: dict[str, list[Any]] = {}
+    for name, value in pixels.items():
+        kind = name.split("/")[0]
+        if name.endswith("/fps"):
+            continue
+        if kind == "image":
+            media.setdefault(kind, []).append(Image.fromarray(value.numpy()))
+        else:
+            frames = tuple(map(Image.fromarray, value.numpy()))
+            media.setdefault(kind, []).append(Video(frames, pixels[f"{name}/fps"].item()))
+    return media
 
 
 # -- Image and video columns of a dataset: read, checked against the placeholders of prompts, encoded ----------------

@@ -30,7 +30,7 @@ def running_workers(trainer: Any, config: Any, command_line: Sequence[str] | Non
     with stopped_at_end(trainer.controller):
         try:
             with no_collection():
-                start_controller(trainer.controller, config.ray_init, getattr(config, "batch_bytes", 0))
+                start_controller(trainer.controller, config.ray_init, batch_bytes(trainer, config))
                 trainer.init_workers()
             yield
             if trainer.early_stop.reason and trainer.global_steps < trainer.total_training_steps:
@@ -45,6 +45,14 @@ def running_workers(trainer: Any, config: Any, command_line: Sequence[str] | Non
             raise
         finally:
             data.close()
+
+
+def batch_bytes(trainer: Any, config: Any) -> int:
+    """Return the bytes of the largest batch of a run with Ray, its images included where the dataset tells of them."""
+    if trainer.controller.name != "ray" or not hasattr(config, "batch_bytes"):
+        return 0
+    dataset = getattr(trainer, "train_dataset", None)
+    return config.batch_bytes(dataset.image_bytes() if hasattr(dataset, "image_bytes") else 0)
 
 
 @contextmanager

@@ -28,7 +28,7 @@ from verl.config.megatron import MegatronConfig
 from verl.config.ppo import ActorRolloutRefConfig, ModelConfig
 from verl.config.reward import RewardModelConfig, RewardModelModelConfig
 from verl.config.trainer import CheckpointConfig
-from verl.data.vision import media_inputs
+from verl.data.vision import media_inputs, media_of
 from verl.models.loader import LoRASpec, ModelSpec
 from verl.protocol import DataProto
 from verl.single_controller.base.decorator import Dispatch, register
@@ -48,11 +48,11 @@ from verl.workers.rollout.weights.canary import Canary, compare_canaries, roundi
 # -- Tensors of images and videos, made in the worker with data.return_multi_modal_inputs=false ------------------------
 
 
-MADE, RAW = "multi_modal_inputs", "multi_modal_data"
+MADE, RAW, PIXELS = "multi_modal_inputs", "multi_modal_data", "multi_modal_pixels"
 
 
 class ImageInputs:
-    """Fills the column ``multi_modal_inputs`` from ``multi_modal_data`` where rows came without.
+    """Fills the column ``multi_modal_inputs`` from ``multi_modal_pixels``, or ``multi_modal_data``, if it is not there.
 
     Less travels, since pixels weigh an eighth of what the processor makes of them; every call makes them again.
 
@@ -66,7 +66,7 @@ class ImageInputs:
 
     def filled(self, data: DataProto) -> DataProto:
         """``data`` with the column; as it is where it has the column, or no images."""
-        rows = data.non_tensor_batch.get(RAW)
+        rows = data.non_tensor_batch.get(PIXELS, data.non_tensor_batch.get(RAW))
         if rows is None or MADE in data.non_tensor_batch or not any(rows):
             return data
         if self._processor is None:
@@ -74,7 +74,8 @@ class ImageInputs:
         made: dict[int, dict[str, Any]] = {}
         for row in rows:
             if row and id(row) not in made:  # the responses to one prompt share their images
-                made[id(row)] = media_inputs(self._processor, row)
+                media = media_of(row) if PIXELS in data.non_tensor_batch else row
+                made[id(row)] = media_inputs(self._processor, media)
         # a copy: the driver's batch, in the same process with the local controller, must not grow
         data = data.select()
         data.non_tensor_batch[MADE] = np.fromiter((made.get(id(row), {}) for row in rows), object, len(rows))

@@ -32,7 +32,7 @@ from verl.workers.rollout.base import RolloutEngine
 
 TOKENS = (
     *("input_ids", "attention_mask", "position_ids", "prompts", "responses", "response_mask"),
-    *("multi_modal_inputs", "multi_modal_data"),  # of rows with images
+    *("multi_modal_inputs", "multi_modal_pixels", "multi_modal_data"),  # of rows with images
     "uid",  # by which a call that hangs or dies names its rows
 )
 """Columns every forward pass over prompt and response needs."""

@@ -117,7 +117,7 @@ def object_store_size(size_MiB: float | None, batch_bytes: int, free: int) -> tu
     if size < 2 * batch_bytes:
         return size, (
             f"note: Ray's object store has {size // _MIB} MiB, half of the free shared memory, and two batches of this "
-            f"run take up to {2 * batch_bytes // _MIB} MiB without images: what does not fit is written to disk. Give "
+            f"run take up to {2 * batch_bytes // _MIB} MiB: what does not fit is written to disk. Give "
             "/dev/shm more (docker run --shm-size), or set ray_init.object_store_memory_mb."
         )
     if size > 1 << 30:
@@ -133,6 +133,6 @@ def small_store_note(batch_bytes: int) -> str:
         return ""
     return (
         f"note: the object store of a node of this cluster has {smallest // _MIB} MiB, and two batches of this run "
-        f"take up to {2 * batch_bytes // _MIB} MiB without images: what does not fit is written to disk. Start "
+        f"take up to {2 * batch_bytes // _MIB} MiB: what does not fit is written to disk. Start "
         "its nodes with a larger --object-store-memory."
     )

@@ -43,6 +43,7 @@ from verl.config.actor import ActorConfig
 from verl.config.algorithm import AlgorithmConfig
 from verl.config.critic import CriticConfig
 from verl.config.ppo import PPOConfig
+from verl.data.vision import pixels_of
 from verl.protocol import DataProto
 from verl.telemetry.metric import FlopsCounter
 from verl.utils.py_functional import derive_seed
@@ -65,6 +66,20 @@ def put_response_column(data: DataProto, name: str, column: Tensor) -> None:
     layout = data.ragged("responses").layout
     window = Layout(layout.starts, layout.lengths, column.shape[1])
     data.put(name, Ragged(Ragged.from_padded(column, window).values, layout))
+
+
+def keep_model_inputs(data: DataProto) -> None:
+    """Take ``multi_modal_data`` out: models read ``multi_modal_inputs``, or ``multi_modal_pixels`` in their place.
+
+    These are tensors, of which a rank gets each once a step. Images that are not RGB stay, and go with every call.
+    """
+    rows = data.non_tensor_batch.get("multi_modal_data")
+    if rows is not None and "multi_modal_inputs" not in data.non_tensor_batch:
+        made = {id(row): pixels_of(row or {}) for row in rows}  # the responses to one prompt share theirs
+        if None in made.values():
+            return
+        data.non_tensor_batch["multi_modal_pixels"] = np.fromiter((made[id(row)] for row in rows), object, len(rows))
+    data.non_tensor_batch.pop("multi_modal_data", None)
 
 
 def apply_kl_penalty(

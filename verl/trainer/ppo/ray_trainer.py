@@ -46,6 +46,7 @@ from verl.trainer.ppo.experience import (
     compute_response_mask,
     difficulty_of,
     gigpo_metrics,
+    keep_model_inputs,
     partition_plan,
     row_cost,
 )
@@ -380,8 +381,7 @@ class RayPPOTrainer(RecipeNames):
 
         With ``algorithm.rollout_correction.rollout_is`` also ``rollout_is_weights`` (B, R), factors of the policy loss.
         """
-        if "multi_modal_inputs" in batch.non_tensor_batch:  # all that models read: images stay on the driver
-            batch.non_tensor_batch.pop("multi_modal_data", None)
+        keep_model_inputs(batch)
         if self.correction.bypass_mode:
             bypass_old_log_probs(batch)
         elif not (self.skips_old_log_probs and self.updates_actor):
