@@ -144,6 +144,10 @@ def test_a_classifier_on_servers_gives_the_score_of_each_response(short_pauses, 
         assert len([one for one in seen if one.path == "/classify"]) == 6
         last = batch.ragged("responses").layout.lengths - 1
         assert scored.column("rm_scores")[torch.arange(2), last[:2]].tolist() == lengths[:2].tolist()
+        at_once = ServedRewardModel(config.with_values({"use_reward_loop": False}), TOKENIZER, router)
+        for _ in range(4):
+            at_once.compute_rm_score(batch)
+        assert len(at_once._begun) == 2  # no answer of a batch long ago is kept
         close_router()
     assert score_of([{"embedding": [0.5]}]) == 0.5
     with served(lambda path, body: (200, {"data": [{"probs": [0.1, 0.9], "id": "two"}]})) as (url, _):

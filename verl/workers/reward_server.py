@@ -188,7 +188,7 @@ class ServedRewardModel:
         self, config: RewardModelConfig, policy: Any, router: Router, engine: Any = None, others: Sequence[Any] = ()
     ):
         self.config, self.router, self.engine, self.others = config, router, engine, others
-        self.begins_early = engine is None
+        self.begins_early = engine is None and config.use_reward_loop
         judge = hf_tokenizer(config.model.path, trust_remote_code=config.model.trust_remote_code)
         # of a model on servers the folder may hold the tokenizer alone
         longest = longest_text(config) if config.runs_server else config.max_length
@@ -255,10 +255,11 @@ class ServedRewardModel:
     @contextmanager
     def _awake(self) -> Iterator[None]:
         """Within the block an engine that takes turns has the devices' memory."""
+        if not self.begins_early:
+            self.next_round()
         if self.engine is None:
             yield
             return
-        self.next_round()
         for group in self.others:
             if hasattr(group, "free_memory"):  # a user's may lack it
                 group.free_memory()
