@@ -27,7 +27,6 @@ from verl.utils.distributed import all_gather_objects, get_rank
 from verl.utils.fs import copy_to_local
 from verl.utils.import_utils import load_extern_type
 from verl.utils.py_functional import derive_seed
-from verl.utils.tokenizer import hf_tokenizer
 from verl.workers.model_worker import HybridWorker, lora_spec
 from verl.workers.rollout import get_rollout_class
 from verl.workers.rollout.assemble import assemble, sampling_params
@@ -69,11 +68,6 @@ class RolloutRole(HybridWorker):
     def init_rollout(self) -> None:
         """Build the rollout engine; its weights arrive from the policy at the first generation."""
         model, config = self.config.model, self.config.rollout
-        self.tokenizer = hf_tokenizer(
-            self.tokenizer_path or model.path,
-            chat_template=model.custom_chat_template,
-            trust_remote_code=model.trust_remote_code,
-        )
         self.sends_adapter = sends_adapter(self.config, self.device)
         empty_cache(torch.device(self.device))  # what loading the actor left cached
         with memory_errors(config, "start"), engine_phase(config.name, "start"):

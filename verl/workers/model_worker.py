@@ -9,10 +9,10 @@ from __future__ import annotations
 import math
 import random
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, Literal
 
 import numpy as np
@@ -225,12 +225,18 @@ class EngineWorker(TracedWorker):
         contents: CheckpointConfig,
         trust_remote_code: bool,
         chat_template: str | None = None,
+        read_tokenizer: Callable[[], Any] | None = None,
     ) -> None:
-        """Prepare to write and read ``engine``'s files, with the tokenizer (and image processor) of ``model_path``."""
+        """Prepare to write and read ``engine``'s files, with the tokenizer (or image processor) of ``model_path``.
+
+        Args:
+            read_tokenizer: returns the tokenizer, where there is no image processor. None: read it at ``model_path``.
+        """
         reading: dict[str, Any] = {"trust_remote_code": trust_remote_code, "chat_template": chat_template}
+        read_tokenizer = read_tokenizer or partial(hf_tokenizer, model_path, **reading)
         self.checkpoints = CheckpointManager(
             engine,
-            hf_processor(model_path, **reading) or hf_tokenizer(model_path, **reading),
+            hf_processor(model_path, **reading) or read_tokenizer(),
             save_contents=contents.save_contents,
             load_contents=contents.load_contents,
             in_background=contents.async_save,
@@ -252,6 +258,16 @@ class HybridWorker(EngineWorker):
     """Of the last sync to this process's rollout, until the actor has scored it."""
     canary_difference: float | None = None
     """Mean difference of log-probabilities that the last comparison found."""
+
+    @cached_property
+    def tokenizer(self) -> Any:
+        """The policy's, read once: rollout and checkpoints do not change it."""
+        model = self.config.model
+        return hf_tokenizer(
+            self.tokenizer_path or model.path,
+            chat_template=model.custom_chat_template,
+            trust_remote_code=model.trust_remote_code,
+        )
 
     def frozen_model(
         self, section: FrozenModelConfig, mesh: str | None, path: str | None = None, is_policy: bool = True

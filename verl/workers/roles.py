@@ -216,6 +216,7 @@ class PolicyRole(ReferenceRole, TrainedRole):
             config.actor.checkpoint,
             config.model.trust_remote_code,
             config.model.custom_chat_template,
+            lambda: self.tokenizer,
         )
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, mesh="actor", reads=TOKENS, balanced=True, stays=SCORES)
