@@ -57,7 +57,7 @@ def calls(mask: Tensor, columns: dict[str, Tensor]) -> Iterator[tuple[str, int, 
     layout = Layout.from_mask(mask)
     for form, of in (("", lambda column: column), (" without padding", lambda x: Ragged.from_padded(x, layout))):
         old, adv, returns, values, own = map(of, (*(columns[name] for name in OF_LOSSES), mask))
-        leaf = values_of(of(new)).requires_grad_(True)
+        leaf = values_of(of(new)).detach().requires_grad_(True)
         policy_loss = partial(compute_policy_loss, old, leaf, adv, own, 0.2)
         yield f"policy loss{form}, forward and backward", 4, _trained(policy_loss, leaf)
         value_loss = partial(compute_value_loss, leaf, returns, values, own, 0.5)
