@@ -26,6 +26,7 @@ from verl.models.distributions import (
 from verl.models.heads import OutputHead, score_layer
 from verl.models.logits import NO_LOGIT, LogitTransform, chunk_sizes, raw_logits, scaled
 from verl.models.multimodal import is_vision_language
+from verl.utils.torch_functional import add_to_wider
 
 logger = logging.getLogger(__name__)
 
@@ -252,7 +253,7 @@ class _ChunkedLogProb(torch.autograd.Function):
                 elif grad_weight.dtype == h.dtype:
                     grad_weight.addmm_(d_raw.t(), h)
                 else:
-                    grad_weight += torch.mm(d_raw.t(), h, out=part)
+                    add_to_wider(grad_weight, torch.mm(d_raw.t(), h, out=part))
         if wants_weight:
             grad_weight = torch.zeros_like(weight) if grad_weight is None else grad_weight.to(weight.dtype)
         return grad_hidden, grad_weight, None, None, None, None
@@ -269,7 +270,7 @@ def chunked_log_probs(
 ) -> tuple[Tensor, Tensor | None]:
     """Log-probability of each target under softmax(logits), and the entropy of that distribution.
 
-    Logits exist in chunks only, of 32 MiB on CPU and 512 MiB on CUDA; peak memory is up to four of the latter.
+    Logits exist in chunks only, of 128 MiB on CPU and 512 MiB on CUDA; peak memory is up to four of the latter.
 
     Args:
         hidden: (T, H), the states that predict ``targets``.

@@ -36,6 +36,23 @@ def nonfinite_numbers(tensor: Tensor) -> str:
     return f"{nan:,} NaN and {infinite:,} infinite of {tensor.numel():,} numbers"
 
 
+_BLOCK_NUMBERS = 1 << 18
+"""Numbers that are cast at a time: they stay in a core's cache."""
+
+
+def add_to_wider(total: Tensor, part: Tensor) -> None:
+    """Add ``part`` to ``total`` of a wider dtype, in place.
+
+    On CPU in blocks of rows: torch would cast all of ``part`` first, and new memory costs more than the sum.
+    """
+    if total.device.type != "cpu" or total.dtype == part.dtype or total.ndim < 2 or total.numel() <= _BLOCK_NUMBERS:
+        total.add_(part)
+        return
+    rows = max(1, _BLOCK_NUMBERS * len(total) // total.numel())
+    for target, values in zip(total.split(rows), part.split(rows), strict=True):
+        target.add_(values)
+
+
 def masked_sum(values: Tensor, mask: Tensor, axis: int | tuple[int, ...] | None = None) -> Tensor:
     """Sum ``values`` where ``mask`` is 1, over ``axis`` (None: all). Masked values are not read, be they NaN."""
     return torch.where(mask.bool(), values, 0).sum(axis)

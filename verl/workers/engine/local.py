@@ -17,6 +17,7 @@ from verl.models.token_outputs import attach_token_outputs
 from verl.utils.config import typed_section
 from verl.utils.device import current_device, empty_cache, has_own_memory, move_optimizer_state
 from verl.utils.distributed import Topology, ensure_process_group, get_world_size
+from verl.utils.torch_functional import add_to_wider
 from verl.workers.engine.engine import Engine
 from verl.workers.engine.registry import register_engine
 from verl.workers.engine.train_step import add_l2_gradient, clip_gradients
@@ -80,7 +81,7 @@ class LocalEngine(Engine):
         elif parameter in self._stale_gradients:
             master.grad.copy_(parameter.grad)
         else:
-            master.grad.add_(parameter.grad)
+            add_to_wider(master.grad, parameter.grad)
         self._stale_gradients.discard(parameter)
         parameter.grad = None
 
