@@ -63,10 +63,12 @@ class ModelConfig(Config):
     tokens. Attention then runs in flash-attn where installed, else in torch's kernel; families whose layers mix tokens
     otherwise (linear attention, Mamba) are refused at the start. Source: Krell et al. 2021 (arXiv:2107.02027)."""
 
-    use_prefix_sharing: bool = False
+    use_prefix_sharing: bool | None = None
     """With ``use_remove_padding``: in log-prob passes and updates the responses to one prompt share its tokens, which
     run once per micro-batch, forward and backward. Numbers stay the same; of n responses of R tokens to a prompt of P,
-    P + n R tokens run in place of n (P + R), and a prompt's images are looked at once."""
+    P + n R tokens run in place of n (P + R), and a prompt's images are looked at once. Null: on a CPU, with
+    ``rollout.mode=sync`` and ``rollout.n`` above 1, rows of Llama, Mistral, Qwen2 and Qwen3 are packed for it, whatever
+    ``use_remove_padding`` says, unless another model is the reference or a teacher; otherwise false."""
 
     lora_rank: int = option(0, at_least=0)
     """Rank of LoRA adapters; 0 trains the full weights. Source: Hu et al. 2021 (arXiv:2106.09685)."""

@@ -29,7 +29,7 @@ from verl.config.ppo import ActorRolloutRefConfig, ModelConfig
 from verl.config.reward import RewardModelConfig, RewardModelModelConfig
 from verl.config.trainer import CheckpointConfig
 from verl.data.vision import media_inputs, media_of
-from verl.models.loader import LoRASpec, ModelSpec
+from verl.models.loader import LoRASpec, ModelSpec, load_config
 from verl.protocol import DataProto
 from verl.single_controller.base.decorator import Dispatch, register
 from verl.single_controller.base.worker import TracedWorker
@@ -243,6 +243,10 @@ class EngineWorker(TracedWorker):
         )
 
 
+SHARES_BY_DEFAULT = ("llama", "mistral", "qwen2", "qwen3")
+"""Families whose rows share prompts where the user leaves that open."""
+
+
 class HybridWorker(EngineWorker):
     """A worker of the section ``actor_rollout_ref``, with what its roles share; each holds the parts it plays."""
 
@@ -289,8 +293,28 @@ class HybridWorker(EngineWorker):
         # of entries that describe another model, only the choice of its kernel holds here
         own = {name: value for name, value in spec.override_config.items() if is_policy or name.startswith("attn_")}
         # it never has an adapter of its own
-        spec = replace(spec, lora=None, override_config=own)
+        spec = self.sharing_prompts(replace(spec, lora=None, override_config=own))
         return self.model_engine(spec, section, mesh=mesh, train=False)
+
+    def sharing_prompts(self, spec: ModelSpec) -> ModelSpec:
+        """``spec``, with packed rows that share prompts where ``model.use_prefix_sharing=null`` means that.
+
+        The same for actor and reference, which run the same micro-batches where whole distributions are compared.
+        """
+        config = self.config
+        model, rollout, actor = config.model, config.rollout, config.actor
+        is_open = model.use_prefix_sharing is None and self.device == "cpu" and spec.head == "lm"
+        has_groups = rollout.n > 1 and rollout.mode == "sync" and actor.update_split.size != 1
+        is_plain = (
+            actor.strategy != "megatron"
+            and not model.compile_layers
+            and "attn_implementation" not in model.override_config
+        )
+        if not (is_open and has_groups and is_plain and config.ref.own_path is None and self.distillation is None):
+            return spec
+        if load_config(spec).model_type not in SHARES_BY_DEFAULT:
+            return spec
+        return replace(spec, remove_padding=True, share_prompts=True)
 
     def check_own_canaries(self) -> None:
         """Compare the canaries of the rollouts in the actor's processes; `RolloutRole` has one."""
@@ -348,7 +372,7 @@ def model_spec(
         gradient_checkpointing=model.enable_gradient_checkpointing,
         activation_offload=model.enable_activation_offload,
         lora=lora_spec(model, freeze_vision_tower),
-        share_prompts=remove_padding and model.use_prefix_sharing,
+        share_prompts=remove_padding and bool(model.use_prefix_sharing),
     )
     if isinstance(model, CriticModelConfig):
         return spec

@@ -195,7 +195,7 @@ class PolicyRole(ReferenceRole, TrainedRole):
             freeze_vision_tower=config.actor.freeze_vision_tower,
             remove_padding=config.actor.use_remove_padding,
         )
-        return replace(spec, new_head=new_head)
+        return self.sharing_prompts(replace(spec, new_head=new_head))
 
     def init_policy(self) -> None:
         """Load the model, shard it, and build its loss."""

@@ -481,7 +481,7 @@ def partition_plan(config: PPOConfig, cost: RowCost, step: int) -> PartitionPlan
         "update_actor": update(shared.actor, shared.rollout.n),
         "update_critic": update(critic, critic.rollout_n),
     }
-    together = shared.model.use_prefix_sharing or critic.model.use_prefix_sharing
+    together = bool(shared.model.use_prefix_sharing or critic.model.use_prefix_sharing)
     return PartitionPlan(calls, cost if config.trainer.balance_batch else None, together)
 
 
