@@ -354,8 +354,8 @@ class RolloutConfig(Config):
     """Agent loops."""
 
     update_weights_bucket_megabytes: int = option(512, above=0)
-    """MiB of weights handed to the engine at a time. With ``hybrid_engine=false`` both sides hold twice as much: one
-    bucket travels while another is made or loaded."""
+    """MiB of weights handed to the engine at a time, on a CPU at most 64. With ``hybrid_engine=false`` there is no such
+    limit, and both sides hold twice as much: one bucket travels while another is made or loaded."""
 
     trace: TraceConfig = section(TraceConfig)
     """Recording of conversations."""
