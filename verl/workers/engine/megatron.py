@@ -316,7 +316,8 @@ class MegatronEngine(Engine):
                 if name not in leave_out:
                     yield name, tensor
 
-    def weights(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
+    def weights(self, dtype: torch.dtype | None = None, sharded: Collection[str] = ()) -> Iterator[tuple[str, Tensor]]:
+        assert not sharded, "own_rows is empty"
         return self.full_tensors(dtype, ())
 
     def tensors_in_memory(self) -> dict[str, Iterable[Tensor]]:
