@@ -148,8 +148,7 @@ class RolloutRole(HybridWorker):
 
         None: not known, which is so before the first sync. All ranks call it together.
         """
-        own = self.actor.own_rows
-        if self.rollout.tensor_parallel_size == 1 or not own:
+        if self.rollout.tensor_parallel_size == 1 or not (own := self.actor.own_rows):
             return None
         held = self.rollout.rows_held()
         same = frozenset(name for name, rows in own.items() if held.get(name) == rows)

@@ -9,7 +9,7 @@ import math
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
-from functools import partial
+from functools import cached_property, partial
 from itertools import chain
 from typing import Any
 
@@ -133,13 +133,19 @@ class FSDP1Engine(FSDPEngine):
             handle._reset_flat_param_grad_info_if_needed()  # or the flat gradients stay until the next pass
         return norm
 
-    def full_tensors(self, dtype: torch.dtype | None, leave_out: Collection[str]) -> Iterator[tuple[str, Tensor]]:
+    def full_tensors(
+        self, dtype: torch.dtype | None, leave_out: Collection[str], sharded: Collection[str] = ()
+    ) -> Iterator[tuple[str, Tensor]]:
         with self.on_device():
             for name, tensor in chain(_whole_parameters(self.module), _buffers(self.module, persistent=True)):
                 if name not in leave_out:
                     # a copy, for the unit's memory is freed when the next one is gathered
                     kept = dtype is None or not tensor.is_floating_point()
                     yield name, tensor.detach().to(tensor.dtype if kept else dtype, copy=True)
+
+    @cached_property
+    def own_rows(self) -> dict[str, tuple[int, int]]:
+        return {}  # a rank has a run of numbers of a whole unit
 
     def model_state(self) -> dict[str, Tensor]:
         with self.on_device(), _quiet():
