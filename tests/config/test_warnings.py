@@ -52,6 +52,7 @@ def test_nothing_is_said_about_defaults():
             ],
             "use_prefix_sharing=true has no effect: micro-batches of one row",
         ),
+        ([*GRPO, CPU, f"{MODEL}.use_remove_padding=false"], "packed all the same, to share the tokens of prompts"),
         ([f"{ROLLOUT}.multi_stage_wake_up=true"], "weights are always brought back first"),
         ([f"{ROLLOUT}.agent.default_agent_loop=mine"], "samples a batch in one call, without servers"),
         ([*ON_CPU, f"{ROLLOUT}.enforce_eager=false"], "no CUDA graphs on a CPU"),

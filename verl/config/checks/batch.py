@@ -6,7 +6,7 @@ from typing import Any
 from verl.batch import MicroBatching
 from verl.config.base import Problem, get_path
 from verl.config.checks.base import IsGiven, contradictions, problem, scoring_roles, trained_roles, unused, validator
-from verl.config.ppo import ACTOR, REF, RM, ROLLOUT, PPOConfig
+from verl.config.ppo import ACTOR, MODEL, REF, RM, ROLLOUT, PPOConfig
 from verl.config.tree import show
 
 _SKIP, _PADDED = f"{ACTOR}.skip_old_log_probs", "padded rows do not share tokens, and each runs its own prompt. Set"
@@ -232,6 +232,21 @@ def prefix_sharing_without_shared_prompts(config: PPOConfig, is_given: IsGiven) 
             yield from unused(config, key, is_given, f"{ROLLOUT}.n=1 response a prompt has nothing to share with")
         elif splits and all(split.size == 1 for split in splits):
             yield from unused(config, key, is_given, "micro-batches of one row have nothing to share with")
+
+
+@validator("warning")
+def rows_are_packed_to_share_prompts(config: PPOConfig, is_given: IsGiven) -> Iterator[Problem]:
+    """The default on a CPU packs rows that the user asked to be padded."""
+    key, shared = f"{MODEL}.use_remove_padding", config.actor_rollout_ref
+    model, rollout = shared.model, shared.rollout
+    is_default = model.use_prefix_sharing is None and config.trainer.device == "cpu"
+    has_groups = rollout.n > 1 and rollout.mode == "sync"
+    if is_default and has_groups and is_given(key) and not model.use_remove_padding:
+        text = (
+            f"{key}=false: on a CPU rows of Llama, Mistral, Qwen2 and Qwen3 are packed all the same, to share the "
+            f"tokens of prompts. {MODEL}.use_prefix_sharing=false keeps them padded"
+        )
+        yield Problem(key, text, (f"{MODEL}.use_prefix_sharing",))
 
 
 @validator("warning")
