@@ -48,7 +48,15 @@ LINES = [
     Line("CPU ms of the driver for the calls of that GRPO step", STEP, "dispatch", GRPO_CALLS, "driver_cpu_ms", 30),
     Line("CPU s of the driver a step, workers simulated", SCALE, "scale", LARGEST, "driver_cpu_s", 1),
     Line("GAE, CPU ms", BATCH, "algorithms", {"name": "gae", **WIDE}, "cpu_ms", 4),
-    Line("policy loss and its gradient, CPU ms", BATCH, "algorithms", {"name": "policy loss", **WIDE}, "cpu_ms", 4),
+    Line("policy loss and its gradient, CPU ms", BATCH, "algorithms", {"name": "policy loss,", **WIDE}, "cpu_ms", 4),
+    Line(
+        "the same without padding, as in a run, CPU ms",
+        BATCH,
+        "algorithms",
+        {"name": "policy loss without", **WIDE},
+        "cpu_ms",
+        4,
+    ),
     Line("GRPO advantages, CPU ms", BATCH, "algorithms", {"name": "grpo", **WIDE}, "cpu_ms", 4),
     Line(
         "sandbox of reward functions, ms added to a sample",

@@ -47,7 +47,8 @@ class UnequalWork(Exception):
 
 def run(command: list[Any], environment: dict[str, str], cwd: Path) -> None:
     words = [str(word) for word in command]
-    done = subprocess.run(words, env={**os.environ, **QUIET, **environment}, cwd=cwd, capture_output=True, text=True)
+    inherited = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}  # or a peer imports ours
+    done = subprocess.run(words, env={**inherited, **QUIET, **environment}, cwd=cwd, capture_output=True, text=True)
     if done.returncode:
         raise SystemExit(
             f"{' '.join(words[:3])} ... ended with {done.returncode}:\n{(done.stdout + done.stderr)[-4000:]}"
