@@ -113,7 +113,9 @@ def sized_config(at: At) -> str:
     """Folder of a config in the shape of ``--size``, without weights: an engine makes random ones."""
     from verl.utils.tiny_model import save_config
 
-    return save_config(at.folder / f"config-{at.size}", at.size)
+    # heads of 32, as in `tiny_model`
+    changes = {"num_attention_heads": 2, "head_dim": 32} if at.size == "tiny" else {}
+    return save_config(at.folder / f"config-{at.size}", at.size, **changes)
 
 
 def random_batch(lengths: list[tuple[int, int]], vocab: int, seed: int = 0) -> DataProto:

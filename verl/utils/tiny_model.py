@@ -134,12 +134,12 @@ def make_tiny_model(
     return save_model(model, text, folder)
 
 
-def save_config(folder: str | os.PathLike, size: str) -> str:
-    """Save a Qwen2 config in the shape of ``size`` and nothing else, for who makes the weights in memory."""
+def save_config(folder: str | os.PathLike, size: str, **changes: Any) -> str:
+    """Save a Qwen2 config in the shape of ``size``, with ``changes``, for who makes the weights in memory."""
     from transformers import AutoConfig
 
     shape = {"vocab_size": 512, "num_key_value_heads": 2, "tie_word_embeddings": True, **SIZES[size]}
-    shape.update(_QWEN.get(size, {}))
+    shape.update(_QWEN.get(size, {}) | changes)
     AutoConfig.for_model("qwen2", max_position_embeddings=32768, **shape).save_pretrained(folder)
     return str(folder)
 
