@@ -479,7 +479,7 @@ class AgentLoopWorkers:
             writer.close()
             return
         link = Link(number, writer)
-        # what the others were told; it comes before any row
+        # servers and version that every process has; messages arrive in order, so before the first row
         known = [link.submit("servers", *self._servers)] if self._servers else []
         known += [link.submit("release", self.released)] if self.released is not None else []
         self.links[number] = link

@@ -154,6 +154,18 @@ class ActorRolloutRefConfig(Config):
         """Whether engines generate all the time, group by group, and new weights interrupt what runs."""
         return self.generates_ahead and self.rollout.partial_rollout
 
+    @property
+    def shares_prompts_by_default(self) -> bool:
+        """Whether ``model.use_prefix_sharing=null`` has a family that can share prompts do so, on a CPU."""
+        model, rollout, actor = self.model, self.rollout, self.actor
+        has_groups = rollout.n > 1 and rollout.mode == "sync" and actor.update_split.size != 1
+        is_plain = (
+            actor.strategy != "megatron"
+            and not model.compile_layers
+            and "attn_implementation" not in model.override_config
+        )
+        return model.use_prefix_sharing is None and has_groups and is_plain and self.ref.own_path is None
+
 
 class SavedRole(NamedTuple):
     """How the model of a role is saved."""

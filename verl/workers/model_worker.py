@@ -301,16 +301,8 @@ class HybridWorker(EngineWorker):
 
         The same for actor and reference, which run the same micro-batches where whole distributions are compared.
         """
-        config = self.config
-        model, rollout, actor = config.model, config.rollout, config.actor
-        is_open = model.use_prefix_sharing is None and self.device == "cpu" and spec.head == "lm"
-        has_groups = rollout.n > 1 and rollout.mode == "sync" and actor.update_split.size != 1
-        is_plain = (
-            actor.strategy != "megatron"
-            and not model.compile_layers
-            and "attn_implementation" not in model.override_config
-        )
-        if not (is_open and has_groups and is_plain and config.ref.own_path is None and self.distillation is None):
+        is_plain = self.device == "cpu" and spec.head == "lm" and self.distillation is None
+        if not (is_plain and self.config.shares_prompts_by_default):
             return spec
         if load_config(spec).model_type not in SHARES_BY_DEFAULT:
             return spec

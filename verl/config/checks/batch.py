@@ -238,10 +238,8 @@ def prefix_sharing_without_shared_prompts(config: PPOConfig, is_given: IsGiven) 
 def rows_are_packed_to_share_prompts(config: PPOConfig, is_given: IsGiven) -> Iterator[Problem]:
     """The default on a CPU packs rows that the user asked to be padded."""
     key, shared = f"{MODEL}.use_remove_padding", config.actor_rollout_ref
-    model, rollout = shared.model, shared.rollout
-    is_default = model.use_prefix_sharing is None and config.trainer.device == "cpu"
-    has_groups = rollout.n > 1 and rollout.mode == "sync"
-    if is_default and has_groups and is_given(key) and not model.use_remove_padding:
+    is_default = shared.shares_prompts_by_default and config.trainer.device == "cpu" and not config.distillation.enabled
+    if is_default and is_given(key) and not shared.model.use_remove_padding:
         text = (
             f"{key}=false: on a CPU rows of Llama, Mistral, Qwen2 and Qwen3 are packed all the same, to share the "
             f"tokens of prompts. {MODEL}.use_prefix_sharing=false keeps them padded"
