@@ -116,11 +116,12 @@ def test_completions_come_in_order_and_do_not_depend_on_other_requests(ready):
     shuffled = tokens_of(rollout, [requests[i] for i in order] + requests[:4])
     assert shuffled == [alone[i] for i in order] + alone[:4]
     assert len(set(map(tuple, alone))) > 8
+    # each is reported as it ends: the first of the batch is the longest by far, however late the others are begun
+    slow = Request(requests[0].prompt_ids, SamplingParams(100, do_sample=False, ignore_eos=True))
     ended: dict[int, list[int]] = {}
-    rollout.generate(requests, 1, lambda place, completion: ended.update({place: completion.token_ids}))
-    assert [ended[i] for i in range(12)] == alone
-    lengths = [len(ended[i]) for i in ended]
-    assert lengths == sorted(lengths)  # each as it ends
+    rollout.generate([slow, *requests], 1, lambda place, completion: ended.update({place: completion.token_ids}))
+    assert [ended[i + 1] for i in range(12)] == alone
+    assert list(ended)[-1] == 0 and len(ended[0]) == 100
 
 
 def test_another_seed_gives_another_response_and_the_same_seed_the_same(ready):
