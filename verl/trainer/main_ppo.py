@@ -72,6 +72,7 @@ def run_ppo(
 
 def _run_once(tree: Any, command_line: Sequence[str] | None, job_class: str) -> None:
     """Train as ``tree`` says, typed or as a script composed it."""
+    from verl.trainer.ppo.placement import workers_ahead
     from verl.trainer.run_folder import recorded_run
     from verl.utils.config import typed_config
 
@@ -80,13 +81,14 @@ def _run_once(tree: Any, command_line: Sequence[str] | None, job_class: str) -> 
     with recorded_run(config, command_line):
         if config.trainer.progress_bar:
             print("loading torch and transformers", flush=True)
-        with no_collection():
-            cls: type[PPOJob] = pkgutil.resolve_name(job_class)
+        with workers_ahead(config):
+            with no_collection():
+                cls: type[PPOJob] = pkgutil.resolve_name(job_class)
 
-        job = cls(config, command_line=command_line)
-        # as the application gave it: classes of its own may read sections that the typed tree has not
-        job.script_config = tree
-        job.run()
+            job = cls(config, command_line=command_line)
+            # as the application gave it: classes of its own may read sections that the typed tree has not
+            job.script_config = tree
+            job.run()
 
 
 def create_rl_dataset(

@@ -6,6 +6,7 @@ the environment variable ``VERL_LOGGING_LEVEL`` (default WARN), as users of verl
 
 from __future__ import annotations
 
+import atexit
 import gc
 import logging
 import opcode
@@ -39,6 +40,9 @@ def plain_ending() -> Iterator[None]:
     output has closed (``| head``), 128 and the signal's number as shells have it. An error that was not foreseen, and
     with VERL_LOGGING_LEVEL=DEBUG every error, has its traceback printed.
     """
+    # or the interpreter searches everything for garbage once more when it ends, most of a CPU-second after torch
+    atexit.unregister(gc.freeze)
+    atexit.register(gc.freeze)
     ending: BaseException | None = None
     try:
         yield

@@ -15,6 +15,7 @@ import time
 import uuid
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -54,8 +55,11 @@ from verl.single_controller.errors import (
 from verl.single_controller.processes import is_readable, open_pidfd, outcome_by_pidfd
 from verl.single_controller.ray.cluster import init_ray, small_store_note, start_own_cluster
 from verl.single_controller.ray.pools import (  # noqa: F401  users import pools from here
+    BegunActors,
     RayResourcePool,
+    end_begun,
     extract_pg_from_exist,
+    lend,
     merge_resource_pool,
     sort_placement_group_by_node_ip,
 )
@@ -116,17 +120,8 @@ class RayWorkerGroup(WorkerGroup):
         actor_options = _actor_options(resource_pool, roles, self.device_name, detached, nsight)
         pgs = resource_pool.get_placement_groups("STRICT_PACK" if bin_pack else "PACK", self.device_name)
         name = prefix + (next(iter(roles.values())).cls.__name__ if len(roles) == 1 else "WorkerHost")
-        # rank k takes the k-th seat, nodes in the order of their addresses: the same place in every run
-        seats = [(number, pg, local) for number, pg in enumerate(pgs) for local in range(pg.bundle_count)]
-        names = [f"{name}_{number}:{local}" for number, _, local in seats]
-        labels = [f"{'+'.join(roles)}:{rank}" for rank in range(len(seats))]
-        actor_cls = ray.remote(RayWorkerHost)
-        actors = []
-        for actor_name, label, (_, pg, local) in zip(names, labels, seats, strict=True):
-            strategy = PlacementGroupSchedulingStrategy(placement_group=pg, placement_group_bundle_index=local)
-            placed = actor_cls.options(name=actor_name, scheduling_strategy=strategy, **actor_options)
-            actors.append(placed.remote(label))
-        hosts = RayHosts(actors, names, owned=not detached)
+        actors = resource_pool.take_actors(actor_options) or _start_actors(pgs, name, list(roles), actor_options)
+        hosts = RayHosts([actor for _, actor in actors], [name for name, _ in actors], owned=not detached)
         hosts.setup(roles, resource_pool, prefix, timeout)
         return hosts
 
@@ -198,13 +193,36 @@ def _actor_options(
     return options
 
 
+def _start_actors(
+    pgs: Sequence[Any], name: str, roles: Sequence[str], options: Mapping[str, Any], modules: Sequence[str] = ()
+) -> list[tuple[str, Any]]:
+    """Start an actor on each bundle of the placement groups; returns name and handle of each, by rank."""
+    # rank k takes the k-th seat, nodes in the order of their addresses: the same place in every run
+    seats = [(number, pg, local) for number, pg in enumerate(pgs) for local in range(pg.bundle_count)]
+    actor_cls = ray.remote(RayWorkerHost)
+    actors = []
+    for rank, (number, pg, local) in enumerate(seats):
+        strategy = PlacementGroupSchedulingStrategy(placement_group=pg, placement_group_bundle_index=local)
+        actor_name = f"{name}_{number}:{local}"
+        placed = actor_cls.options(name=actor_name, scheduling_strategy=strategy, **options)
+        actors.append((actor_name, placed.remote(f"{'+'.join(roles)}:{rank}", modules)))
+    return actors
+
+
 class RayWorkerHost(WorkerHost):
     """A `WorkerHost` as an actor."""
 
-    def __init__(self, label: str):
-        """``label``: what Ray puts before each line this actor prints."""
+    def __init__(self, label: str, modules: Sequence[str] = ()):
+        """Make the host.
+
+        Args:
+            label: what Ray puts before each line this actor prints.
+            modules: imported at once, before a role asks for them.
+        """
         super().__init__()
         gc.disable()  # until the roles are here: their arguments bring their modules
+        for module in modules:
+            import_module(module)
         self._label = label
         faulthandler.register(signal.SIGUSR1, file=2)
         self._address = (ray.util.get_node_ip_address(), free_port())
@@ -549,6 +567,8 @@ class RayController:
     """The controller on Ray; the local one has the same names."""
 
     name = "ray"
+    _ahead: "RayController | None" = None
+    """Has started Ray before the run has a controller; the first that starts takes over."""
     ResourcePool = RayResourcePool
     ClassWithInitArgs = RayClassWithInitArgs
     WorkerGroup = RayWorkerGroup
@@ -583,6 +603,7 @@ class RayController:
         os.environ.update(env)
         self._timeline = options.get("timeline_json_file")
         if ray.is_initialized():
+            self._take_over()
             return
         self._started = True
         runtime_env = {name: _unfrozen(value) for name, value in dict(options.get("runtime_env") or {}).items()}
@@ -602,8 +623,43 @@ class RayController:
         for raylet in node.all_processes.get("raylet", []) if node else ():
             self._reaper = start_reaper(raylet.process.pid, node.get_session_dir_path())
 
+    def begin(self, pools: Sequence[tuple[Sequence[int], Sequence[str]]], device: str, modules: Sequence[str]) -> None:
+        """Start the actors of a run's pools, if this controller has started Ray, and do not wait for them.
+
+        The run's own controller, pools and worker groups find Ray and the actors when they start; other actors than
+        those they want end then.
+
+        Args:
+            pools: processes on each node, and the names of the roles in them.
+            modules: what the roles import, so that they find it loaded.
+
+        Raises:
+            ValueError: a pool needs more than Ray has.
+        """
+        if not self._started:
+            return
+        RayController._ahead = self
+        begun = []
+        for processes, roles in pools:
+            pool = RayResourcePool(processes, max_colocate_count=1)
+            options = _actor_options(pool, {}, device, False, {})
+            pgs = pool.get_placement_groups("STRICT_PACK", device)
+            actors = _start_actors(pgs, f"{uuid.uuid4().hex[:6]}WorkerHost", roles, options, modules)
+            begun.append(BegunActors(pool, "STRICT_PACK", device, options, actors))
+        lend(begun)
+
+    def _take_over(self) -> None:
+        """Own the Ray that another controller has started ahead of this one."""
+        ahead, RayController._ahead = RayController._ahead, None
+        if ahead not in (None, self):
+            self._started, self._reaper = ahead._started, ahead._reaper
+            ahead._started, ahead._reaper = False, None
+
     def stop(self) -> None:
         """Write the timeline if one was requested; end Ray if this controller started it."""
+        if self._started:
+            RayController._ahead = None
+            end_begun()
         if self._timeline and ray.is_initialized():
             ray.timeline(filename=self._timeline)
         if self._started:

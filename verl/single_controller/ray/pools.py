@@ -7,6 +7,8 @@ import uuid
 import weakref
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import ray
 from ray.util.placement_group import (
@@ -47,11 +49,15 @@ class RayResourcePool(ResourcePool):
         self.use_gpu, self.detached, self.accelerator_type = use_gpu, detached, accelerator_type
         self.name_prefix = name_prefix or f"pool_{uuid.uuid4().hex[:6]}"
         self.pgs: list[PlacementGroup] | None = None
+        self.begun: BegunActors | None = None
+        """Actors that were started on these placement groups before the pool was made."""
 
     def get_placement_groups(
         self, strategy: str = "STRICT_PACK", device_name: str | None = None
     ) -> list[PlacementGroup]:
         """The placement groups, made at the first call; nodes in the order of their addresses."""
+        if self.pgs is None and (begun := _take_begun(self, strategy, device_name)):
+            self.begun, self.pgs = begun, begun.pool.pgs
         if self.pgs is None:
             pgs = [self._make(number, count, strategy, device_name) for number, count in enumerate(self._store)]
             _wait_for_placement(self, pgs, device_name)
@@ -60,6 +66,17 @@ class RayResourcePool(ResourcePool):
                 # not at exit: Ray may be gone by then, and takes its placement groups along
                 weakref.finalize(self, _give_back, pgs).atexit = False
         return self.pgs
+
+    def take_actors(self, options: Mapping[str, Any]) -> list[tuple[str, Any]]:
+        """Return name and handle of the actors that were started ahead with these ``options``, once; others end."""
+        begun = self.begun
+        if begun is None:
+            return []
+        actors, begun.actors = begun.actors, []
+        if begun.options != options:
+            _end(actors)
+            return []
+        return actors
 
     def accelerator(self, device_name: str | None) -> str | None:
         """Ray's name of the device each process of a group on ``device_name`` reserves, or None."""
@@ -82,6 +99,50 @@ class RayResourcePool(ResourcePool):
         name = f"{self.name_prefix}verl_group_{'_'.join(map(str, self._store))}:{number}"
         lifetime = "detached" if self.detached else None
         return placement_group([self.bundle(device_name)] * count, strategy=strategy, name=name, lifetime=lifetime)
+
+
+@dataclass
+class BegunActors:
+    """Actors of a pool that the run has not made yet, on placement groups that go over to it with them."""
+
+    pool: RayResourcePool
+    """Has the placement groups; gives them back when it is collected."""
+    strategy: str
+    device_name: str | None
+    options: Mapping[str, Any]
+    """The options of the actors."""
+    actors: list[tuple[str, Any]]
+    """Name and handle of each, by rank."""
+
+
+_begun: list[BegunActors] = []
+
+
+def lend(begun: Sequence[BegunActors]) -> None:
+    """Keep actors for the first pools that have the same processes."""
+    _begun.extend(begun)
+
+
+def end_begun() -> None:
+    """End the actors that no pool has taken, and give back what they reserve."""
+    while _begun:
+        _end(_begun.pop().actors)
+
+
+def _take_begun(pool: RayResourcePool, strategy: str, device_name: str | None) -> BegunActors | None:
+    """Return actors begun for a pool like this one. If there are only others they end: their resources are needed."""
+    for begun in _begun:
+        is_placed = (begun.pool.store, begun.strategy, False) == (pool.store, strategy, pool.detached)
+        if is_placed and begun.pool.bundle(begun.device_name) == pool.bundle(device_name):
+            _begun.remove(begun)
+            return begun
+    end_begun()
+    return None
+
+
+def _end(actors: Sequence[tuple[str, Any]]) -> None:
+    for _, actor in actors:
+        ray.kill(actor)
 
 
 def _wait_for_placement(pool: RayResourcePool, pgs: Sequence[PlacementGroup], device_name: str | None) -> None:

@@ -8,16 +8,20 @@ from __future__ import annotations
 
 import inspect
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import partial
 from typing import Any
 
+from verl.config.model_info import read_model
 from verl.config.ppo import PPOConfig
 from verl.single_controller import get_controller
+from verl.trainer.launch import check_device, start_controller, stopped_at_end
 from verl.trainer.ppo.profiles import nsight_options
 from verl.utils.config import typed_config
+from verl.utils.process import no_collection
 
 
 class Role(Enum):
@@ -168,6 +172,21 @@ class ResourcePoolManager:
         return sum(sum(processes) for processes in self.resource_pool_spec.values())
 
 
+def needed_roles(config: Any) -> list[Role]:
+    """The roles ``config`` needs."""
+    config = typed_config(config)
+    roles = [Role.ActorRollout] if config.actor_rollout_ref.hybrid_engine else [Role.Actor, Role.Rollout]
+    if need_reference_policy(config) and not ref_in_actor(config):
+        roles.append(Role.RefPolicy)
+    if need_critic(config):
+        roles.append(Role.Critic)
+    if config.reward_model.runs_server or need_reward_model(config):
+        roles.append(Role.RewardModel)
+    if config.distillation.enabled:
+        roles.append(Role.Teacher)
+    return roles
+
+
 def default_roles(config: Any) -> dict[Role, type]:
     """The roles ``config`` needs and the worker class of each."""
     from verl.workers.disjoint import ActorWorker, RolloutWorker
@@ -176,25 +195,23 @@ def default_roles(config: Any) -> dict[Role, type]:
     from verl.workers.teacher import TeacherWorker
 
     config = typed_config(config)
-    roles: dict[Role, type] = {Role.ActorRollout: ActorRolloutRefWorker}
-    if not config.actor_rollout_ref.hybrid_engine:
-        roles = {Role.Actor: ActorWorker, Role.Rollout: RolloutWorker}
-    if need_reference_policy(config) and not ref_in_actor(config):
-        roles[Role.RefPolicy] = ActorRolloutRefWorker
-    if need_critic(config):
-        roles[Role.Critic] = CriticWorker
+    classes: dict[Role, type] = {
+        Role.ActorRollout: ActorRolloutRefWorker,
+        Role.Actor: ActorWorker,
+        Role.Rollout: RolloutWorker,
+        Role.RefPolicy: ActorRolloutRefWorker,
+        Role.Critic: CriticWorker,
+        Role.RewardModel: RewardModelWorker,
+        Role.Teacher: TeacherWorker,
+    }
     if config.reward_model.runs_server:
         from verl.workers.reward_server import RewardServerWorker  # imports aiohttp
 
-        roles[Role.RewardModel] = RewardServerWorker
-    elif need_reward_model(config):
-        roles[Role.RewardModel] = RewardModelWorker
-    if config.distillation.enabled:
-        roles[Role.Teacher] = TeacherWorker
-    return roles
+        classes[Role.RewardModel] = RewardServerWorker
+    return {role: classes[role] for role in needed_roles(config)}
 
 
-def default_pools(config: Any, roles: Mapping[Role, type]) -> ResourcePoolManager:
+def default_pools(config: Any, roles: Iterable[Role]) -> ResourcePoolManager:
     """One pool of all devices, shared by all roles; rollout, teachers and reward model may have one each."""
     config = typed_config(config)
     spec = {GLOBAL_POOL: [config.trainer.n_gpus_per_node] * config.trainer.nnodes}
@@ -209,6 +226,34 @@ def default_pools(config: Any, roles: Mapping[Role, type]) -> ResourcePoolManage
         spec[REWARD_POOL] = config.reward_model.own_processes
         mapping[Role.RewardModel] = REWARD_POOL
     return ResourcePoolManager(resource_pool_spec=spec, mapping=mapping)
+
+
+@contextmanager
+def workers_ahead(config: Any) -> Iterator[None]:
+    """With Ray, start the worker processes before the driver loads its modules and data; both load side by side.
+
+    The trainer of the block finds them when it starts its worker groups. Left to the trainer where the configuration
+    alone does not say what to start: images, for which Ray's object store must have room, are counted in the data, and
+    a profiler starts the processes itself.
+    """
+    config = typed_config(config)
+    model = read_model(config.actor_rollout_ref.model.path) if config.trainer.controller == "ray" else None
+    if model is None or model.is_multimodal or config.profile_plan.is_on or config.reward_model.shares_devices:
+        yield
+        return
+    check_device(config.trainer, config.processes_beside)
+    roles = [role for role in needed_roles(config) if role != Role.RewardModel or config.reward_model.has_workers]
+    manager = default_pools(config, roles)
+    pools = [
+        (processes, [str(role) for role in roles if manager.mapping[role] == pool])
+        for pool, processes in manager.resource_pool_spec.items()
+    ]
+    controller = get_controller("ray")
+    with stopped_at_end(controller):
+        with no_collection():
+            start_controller(controller, config.ray_init, config.batch_bytes())
+            controller.begin(pools, config.trainer.device, ["verl.workers.roles"])
+        yield
 
 
 def start_worker_groups(
