@@ -18,9 +18,12 @@ def add(a: int, b: int) -> int:
 
 
 @function_tool
-def sleep(seconds: float) -> float:
-    time.sleep(seconds)
-    return seconds
+def meet(folder: str, name: str) -> str:
+    open(os.path.join(folder, name), "w").close()
+    end = time.monotonic() + 60
+    while len(os.listdir(folder)) < 3 and time.monotonic() < end:
+        time.sleep(0.01)
+    return "".join(sorted(os.listdir(folder)))
 
 
 @function_tool
@@ -86,7 +89,7 @@ def test_calls_of_a_turn_are_answered_in_order_with_what_went_wrong(environment)
     (reply,), columns = talk(environment(max_parallel_calls=4), turn(*calls))
     assert [message["content"] for message in reply.messages] == [
         "3",
-        "Error: there is no tool 'sub'; tools are: add, sleep, hang",
+        "Error: there is no tool 'sub'; tools are: add, meet, hang",
         "Error: the arguments of add are no JSON object: Expecting value",
         "Error: arguments of add: a must be integer, not 'x'",
     ]
@@ -96,20 +99,14 @@ def test_calls_of_a_turn_are_answered_in_order_with_what_went_wrong(environment)
     assert reply.reward is None and columns["tool_rewards"] == [] and columns["reward_scores"] == {}
 
 
-def test_calls_run_at_the_same_time_and_those_over_the_limit_are_told(environment):
-    tools = environment(max_parallel_calls=3, tool_num_workers=3)
-    warm = turn(*[("sleep", {"seconds": 0})] * 3)
-    calls = [("sleep", {"seconds": seconds}) for seconds in (0.5, 0.3, 0.4, 0.1)]
-
-    async def work():
-        await tools.reply(warm)
-        start = time.monotonic()
-        return await tools.reply(turn(*calls)), time.monotonic() - start
-
-    reply, seconds = asyncio.run(work())
+def test_calls_run_at_the_same_time_and_those_over_the_limit_are_told(environment, tmp_path):
+    tools = environment(max_parallel_calls=3, tool_num_workers=3, tool_timeout=60.0)
+    (tmp_path / "met").mkdir()
+    reply = asyncio.run(tools.reply(turn(*(("meet", {"folder": str(tmp_path / "met"), "name": n}) for n in "abcd"))))
     texts = [message["content"] for message in reply.messages]
-    assert texts == ["0.5", "0.3", "0.4", "Error: sleep was not called: a turn may have 3 tool calls."]
-    assert seconds < 1.0 and reply.num_calls == 3 and tools.calls[-1].outcome == "not_called"
+    # none of the three ended before all had begun
+    assert texts == ["abc", "abc", "abc", "Error: meet was not called: a turn may have 3 tool calls."]
+    assert reply.num_calls == 3 and tools.calls[-1].outcome == "not_called"
 
 
 def test_a_conversation_has_so_many_calls(environment):

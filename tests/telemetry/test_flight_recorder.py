@@ -55,12 +55,3 @@ def test_memory_that_is_not_the_drivers_is_never_written_to(box, spoil, monkeypa
     monkeypatch.setenv(RECORDER_VARIABLE, spoil(box.address))
     flight_recorder().note(engine="hf")
     assert flight_recorder().read().notes == {"engine": "hf"} and box.read().notes == {}
-
-
-def test_a_note_costs_microseconds():
-    import time
-
-    box, start = FlightRecorder(), time.perf_counter()
-    for _ in range(1000):
-        box.tick()
-    assert time.perf_counter() - start < 0.1

@@ -77,6 +77,15 @@ async def wait(seconds: float):
 def sleep(seconds: float) -> float:
     time.sleep(seconds)
     return seconds
+
+
+@function_tool
+def meet(folder: str, name: str) -> str:
+    open(os.path.join(folder, name), "w").close()
+    end = time.monotonic() + 60
+    while len(os.listdir(folder)) < 3 and time.monotonic() < end:
+        time.sleep(0.01)
+    return "".join(sorted(os.listdir(folder)))
 """
 
 
@@ -151,20 +160,20 @@ def test_a_megabyte_is_cut_and_names_of_no_tool_are_not_kept(call):
     assert unknown.name == "unknown" and len(unknown.text) < 100
 
 
-def test_calls_run_at_the_same_time_in_as_many_processes_as_allowed(make_toolbox):
-    toolbox = make_toolbox(FUNCTIONS, tool_num_workers=3)
+def test_calls_run_at_the_same_time_in_as_many_processes_as_allowed(make_toolbox, tmp_path):
+    toolbox = make_toolbox(FUNCTIONS, tool_num_workers=3, tool_timeout=60.0)
 
     async def work():
         tools = RowToolbox(toolbox, ROW)
-        await asyncio.gather(*(tools.call("pid", {}) for _ in range(3)))  # starts them
-        start = time.monotonic()
-        found = await asyncio.gather(*(tools.call("sleep", {"seconds": seconds}) for seconds in (0.6, 0.4, 0.5, 0.1)))
-        return found, time.monotonic() - start
+        three = [tools.call("meet", {"folder": str(tmp_path / "met"), "name": name}) for name in "abc"]
+        four = [tools.call("sleep", {"seconds": seconds}) for seconds in (1.0, 1.0, 1.0, 0.0)]
+        return await asyncio.gather(*three), await asyncio.gather(*four)
 
-    found, seconds = asyncio.run(work())
-    assert [one.text for one in found] == ["0.6", "0.4", "0.5", "0.1"] and seconds < 1.2
-    assert len(toolbox.processes.pids) <= 3
-    assert found[3].seconds < 0.4, "waiting for a free process is no time of the tool"
+    (tmp_path / "met").mkdir()
+    met, slept = asyncio.run(work())
+    assert [one.text for one in met] == ["abc"] * 3  # none ended before all had begun
+    assert [one.text for one in slept] == ["1.0", "1.0", "1.0", "0.0"] and len(toolbox.processes.pids) <= 3
+    assert slept[3].seconds < 1, "waiting for a free process is no time of the tool"
 
 
 def test_processes_are_started_when_they_are_needed_and_serve_many_calls(call, make_toolbox):

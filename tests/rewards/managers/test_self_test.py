@@ -44,7 +44,7 @@ def contains_in_batch(data_sources, solution_strs, ground_truths, extra_infos):
 def test_a_right_function_raises_no_alarm(function, is_batch):
     report = self_test(function, ROWS, is_batch=is_batch)
     assert (report.known_good, report.known_bad, report.alarms, report.rows) == (1.0, 0.0, (), 3)
-    assert function.__name__ in report.function and "extra_info" in report.signature and report.seconds < 1
+    assert function.__name__ in report.function and "extra_info" in report.signature
     assert "known-good answers 1, known-bad answers 0" in str(report)
 
 

