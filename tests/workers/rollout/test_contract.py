@@ -293,8 +293,9 @@ FAULTS = {
 def test_a_fault_on_the_way_is_caught_and_nothing_is_generated_until_a_good_sync(fault, ready, reference):
     noise, names = FAULTS[fault]
     rollout = ready()
-    with a_noisy_line(rollout, noise), pytest.raises(WeightSyncError, match=names):
-        sync_weights(weights_of(reference("tied")), rollout, version=3)
+    for _ in range(2):  # an engine may load a second time by other means, and again as at first after a failure
+        with a_noisy_line(rollout, noise), pytest.raises(WeightSyncError, match=names):
+            sync_weights(weights_of(reference("tied")), rollout, version=3)
     with pytest.raises(StaleWeightsError):
         rollout.generate([Request((5,), SamplingParams(1))], expect_version=3)
     sync_weights(weights_of(reference("tied")), rollout, version=3)

@@ -394,6 +394,14 @@ class RolloutEngine(ABC):
         """
         raise WeightSyncError(f"{type(self).__name__} holds no adapter apart from its weights: send them merged.")
 
+    def memory_of_weights(self) -> Mapping[str, Tensor]:
+        """Name -> memory that holds the whole tensor of that name after ``update_weights``; not while asleep.
+
+        While ``update_weights`` takes the buckets, a sender in this process may write a tensor there itself and hand
+        over that memory.
+        """
+        return {}
+
     def rows_held(self) -> dict[str, tuple[int, int]]:
         """Name -> (first row, number of rows) of tensors of the last sync of which ``update_shards`` takes those rows
         alone; not while asleep.

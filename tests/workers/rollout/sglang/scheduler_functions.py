@@ -28,17 +28,17 @@ def tie_head(extension) -> None:
 
 def spoil_loads(extension) -> None:
     """Flip a bit of layer 0's keys after every load."""
-    load_weights = type(extension.model).load_weights
 
-    def loads_and_spoils(weights):
-        load_weights(extension.model, weights)
+    def loads_and_spoils(messages):
+        problem = type(extension).load(extension, messages)
         extension.model.model.layers[0].self_attn.qkv_proj.weight.view(torch.int32)[-1, 3] ^= 1
+        return problem
 
-    extension.model.load_weights = loads_and_spoils
+    extension.load = loads_and_spoils
 
 
 def mend_loads(extension) -> None:
-    del extension.model.load_weights
+    del extension.load
 
 
 def all_nan(extension) -> bool:

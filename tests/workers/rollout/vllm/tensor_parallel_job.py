@@ -147,20 +147,16 @@ def sync_shards(rollout, folder: str) -> dict:
 
 def spoil_a_shard(rollout, model) -> str:
     """Rank 1's memory changes after the load; both ranks must say so."""
-    load_weights = rollout.model.load_weights
 
-    def loads_and_spoils(weights):
-        load_weights(weights)
+    def spoils():
+        yield from weights_of(model)
         if dist.get_rank() == 1:
             flip_a_bit("", rollout.model.model.layers[-1].mlp.down_proj.weight)
 
-    rollout.model.load_weights = loads_and_spoils
     try:
-        sync_weights(weights_of(model), rollout, version=13)
+        sync_weights(spoils(), rollout, version=13, bucket_bytes=1)
     except WeightSyncError as error:
         return str(error)
-    finally:
-        del rollout.model.load_weights
     return ""
 
 

@@ -223,16 +223,33 @@ def test_a_head_that_came_apart_from_its_embedding_is_caught(awake, reference):
     sync_weights(weights_of(reference("tied")), awake, version=1)
 
 
-def test_memory_that_changed_after_loading_is_caught(awake, reference, monkeypatch):
-    load_weights = awake.model.load_weights
-
-    def loads_and_spoils(weights):
-        load_weights(weights)
+def test_memory_that_changed_after_loading_is_caught(awake, reference):
+    def spoils():
+        yield from weights_of(reference("tied"))
         awake.model.model.layers[0].self_attn.qkv_proj.weight.view(torch.int32)[150, 3] ^= 1  # a row of k
 
-    monkeypatch.setattr(awake.model, "load_weights", loads_and_spoils)
-    with pytest.raises(WeightSyncError, match="not what was sent: model.layers.0.self_attn.k_proj.weight"):
-        sync_weights(weights_of(reference("tied")), awake, version=1)
+    sync_weights(weights_of(reference("tied")), awake, version=1)
+    for _ in range(2):  # without vLLM's loader, and after the failure with it
+        with pytest.raises(WeightSyncError, match="not what was sent: model.layers.0.self_attn.k_proj.weight"):
+            sync_weights(spoils(), awake, version=2, bucket_bytes=1)
+
+
+def test_a_later_sync_leaves_the_memory_that_the_loader_would_leave(awake, reference, monkeypatch):
+    changed = [(name, tensor * 1.5) for name, tensor in weights_of(reference("tied"))]
+    sync_weights(weights_of(reference("tied")), awake, version=1)
+    held = []
+    for loader in ({"load_weights": None}, {}):
+        awake.sleep(level=2)
+        awake.wake()
+        with monkeypatch.context() as patched:
+            for name, value in loader.items():
+                patched.setattr(awake.model, name, value)
+            receipt = sync_weights(changed, awake, version=2)
+        assert receipt.num_bytes == sum(tensor.nbytes for _, tensor in changed)
+        held.append([parameter.clone() for parameter in awake.model.parameters()])
+        with pytest.raises(WeightSyncError, match="lm_head.bias"):  # after which the loader takes all again
+            sync_weights([*changed, ("lm_head.bias", torch.zeros(3))], awake, version=3)
+    assert all(torch.equal(one, other) for one, other in zip(*held, strict=True))
 
 
 def test_a_forgotten_sync_shows_as_nan(awake, reference):

@@ -30,7 +30,7 @@ class Meter:
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-def test_the_peak_of_a_sync_is_one_bucket_and_a_tensor(engine, model_folder, reference):
+def test_the_peak_of_a_sync_is_at_most_one_bucket_and_a_tensor(engine, model_folder, reference):
     rollout = get_rollout_class(engine)(model_folder("wide"), rollout_config(max_num_seqs=4))
     rollout.wake()
     whole = sum(tensor.nbytes for _, tensor in weights_of(reference("wide")))
@@ -42,6 +42,6 @@ def test_the_peak_of_a_sync_is_one_bucket_and_a_tensor(engine, model_folder, ref
         sync_weights(fresh, rollout, version=1, bucket_bytes=bucket)
         peaks[bucket] = meter.peak
         assert meter.alive <= largest
-    assert whole >= peaks[1 << 30] > 50 * MEGABYTE
+    assert largest <= peaks[1 << 30] <= whole
     assert peaks[12 * MEGABYTE] <= 12 * MEGABYTE + largest
     assert peaks[MEGABYTE] <= 2 * largest

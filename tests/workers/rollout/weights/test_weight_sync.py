@@ -15,6 +15,7 @@ from verl.workers.rollout.weights.canary import (
     generate_canary,
     rounding_tolerance,
 )
+from verl.workers.rollout.weights.load import NO_MAP, WeightLoad
 from verl.workers.rollout.weights.sync import LANES, buckets, checksum, compare_memory, mixed_sum, sync_weights
 
 NAME = "model.layers.1.mlp.up_proj.weight"
@@ -82,7 +83,7 @@ def test_a_tensor_exchanged_with_its_neighbour_is_caught(model_folder, reference
         "model.layers.0.mlp.up_proj.weight": "model.layers.0.mlp.gate_proj.weight",
         "model.layers.0.mlp.gate_proj.weight": "model.layers.0.mlp.up_proj.weight",
     }
-    rollout = noisy(model_folder, lambda name, tensor: [(swapped.get(name, name), tensor)])
+    rollout = noisy(model_folder, lambda name, tensor: [(swapped.get(name, name), tensor.clone())])
     with pytest.raises(WeightSyncError, match="layers.0.mlp.gate_proj.weight, model.layers.0.mlp.up_proj.weight"):
         sync_weights(weights_of(reference()), rollout, version=3)
 
@@ -164,6 +165,70 @@ def test_buckets_hold_every_tensor_once_in_order_and_stay_under_their_size():
     cut = list(buckets(named, 400))
     assert [name for bucket in cut for name, _ in bucket] == [name for name, _ in named]
     assert [[tensor.numel() for _, tensor in bucket] for bucket in cut] == [[10, 20], [300], [1, 1, 50], [60]]
+
+
+class Engine(torch.nn.Module):
+    """Fuses, transposes and pads what it is sent; ``also`` is done with each weight besides."""
+
+    def __init__(self, also):
+        super().__init__()
+        shapes = {"fused": (8, 4), "square": (4, 4), "padded": (8, 4)}
+        for name, shape in shapes.items():
+            self.register_parameter(name, torch.nn.Parameter(torch.full(shape, torch.nan), requires_grad=False))
+        self.also, self.loads, self.kept = also, 0, {}
+
+    def load_weights(self, weights):
+        self.loads += 1
+        for name, weight in weights:
+            self.also(self, name, weight)
+            if name == "padded":
+                self.padded.zero_()
+                self.padded[1:6].copy_(weight)
+            elif name == "square":
+                self.square.copy_(weight.t())
+            else:
+                self.fused[{"q": slice(0, 5), "k": slice(5, 8)}[name]].copy_(weight)
+
+
+def load_twice(also):
+    """Load other weights a second time, given the map of the first."""
+    engine, shapes = Engine(also), {"q": (5, 4), "k": (3, 4), "square": (4, 4), "padded": (5, 4)}
+    known = NO_MAP
+    for _ in range(2):
+        sent = {name: torch.randn(shape) for name, shape in shapes.items()}
+        for parameter in engine.parameters():
+            parameter.fill_(torch.nan)
+        load = WeightLoad(engine, torch.device("cpu"), known=known)
+        for bucket in buckets(iter(sent.items()), 1):
+            load.load(bucket)
+        load.check_all_written()
+        assert load.find_problem([load.held_regions()]) is None
+        assert load.checksums() == {name: checksum(tensor) for name, tensor in sent.items()}
+        known = load.weight_map()
+        assert torch.equal(engine.fused, torch.cat([sent["q"], sent["k"]])) and torch.equal(
+            engine.square, sent["square"].t()
+        )
+        assert torch.equal(engine.padded, torch.nn.functional.pad(sent["padded"], (0, 0, 1, 2)))
+    return engine
+
+
+def keep_a_sum(engine, name, weight):
+    engine.kept[name] = weight.sum()
+
+
+def negate_twice(engine, name, weight):
+    weight.neg_().neg_()
+
+
+def scale_memory(engine, name, weight):
+    engine.fused.mul_(1)
+
+
+def test_a_load_is_repeated_without_the_loader_only_if_that_copied_and_padded_alone():
+    assert load_twice(lambda engine, name, weight: None).loads == 4  # a bucket each, in the first load alone
+    assert load_twice(lambda engine, name, weight: weight.view(-1)[1:].detach()).loads == 4
+    for other in (keep_a_sum, negate_twice, scale_memory):
+        assert load_twice(other).loads == 8
 
 
 @settings(max_examples=60, deadline=None)

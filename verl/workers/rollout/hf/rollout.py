@@ -127,6 +127,9 @@ class HFRollout(ModelRollout):
         self.check_nothing_runs("update_adapter()")
         return self._receive_weights(version, buckets, self._adapter)
 
+    def memory_of_weights(self) -> Mapping[str, Tensor]:
+        return self._weights if self._has_memory else {}
+
     @torch.no_grad()
     def _receive_weights(self, version: int, buckets: Iterable[Bucket], views: dict[str, Tensor]) -> Receipt:
         """Write the buckets to ``views``, all of them; returns checksums of the views afterwards."""

@@ -38,7 +38,7 @@ from verl.workers.rollout.memory import NAN_BYTE, HostMemory
 from verl.workers.rollout.sampling import Decode, StopText, cut_to_top_k, cut_to_top_p, pick
 from verl.workers.rollout.sglang.process import open_bucket
 from verl.workers.rollout.sglang.setup import STOP
-from verl.workers.rollout.weights.load import WeightLoad
+from verl.workers.rollout.weights.load import NO_MAP, WeightLoad, WeightMap
 
 # -- Token sampler inside SGLang: one random stream per response, the same one as in `hf` ----------------------------
 
@@ -257,6 +257,7 @@ class SchedulerExtension:
         self.device = next(self.model.parameters()).device
         scheduler.model_config.hf_eos_token_id = None  # every request names its end tokens; SGLang may know others
         self._load: WeightLoad | None = None
+        self._map: WeightMap = NO_MAP
         self._problem: str | None = None
         self._memory: dict[str, HostMemory] = {}
         if self.device.type == "cpu":
@@ -293,7 +294,8 @@ class SchedulerExtension:
 
     @torch.no_grad()
     def begin_load(self) -> None:
-        self._load, self._problem = WeightLoad(self.model, self.device, is_shared=self.ranks > 1, engine="SGLang"), None
+        known, self._map, self._problem = self._map, NO_MAP, None
+        self._load = WeightLoad(self.model, self.device, is_shared=self.ranks > 1, engine="SGLang", known=known)
         # cached outputs of the vision tower: SGLang keys them by the images alone and does not flush them
         holder = sys.modules[mm_utils.init_mm_embedding_cache.__module__]
         if holder.embedding_cache is not None:
@@ -332,7 +334,10 @@ class SchedulerExtension:
         if problem is None:
             problem = load.find_problem([regions for _, regions in found])
             problem = next((problem for problem in self._gather(problem) if problem), None)
-        return (problem, {}, 0) if problem else (None, load.checksums(), load.num_bytes)
+        if problem:
+            return problem, {}, 0
+        self._map = load.weight_map()
+        return None, load.checksums(), load.num_bytes
 
     @torch.no_grad()
     def read_back(self) -> dict[str, int]:

@@ -6,7 +6,7 @@ make every call together, with the same requests and the same weights. Runs with
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -66,7 +66,7 @@ from verl.workers.rollout.vllm.weights import (
     unwrapped,
     worker_of,
 )
-from verl.workers.rollout.weights.load import Rows, WeightLoad
+from verl.workers.rollout.weights.load import NO_MAP, WeightLoad, WeightMap
 
 _TAGS = ("weights", "kv_cache")
 
@@ -114,7 +114,7 @@ class VLLMRollout(ModelRollout):
         self._derived = DerivedWeights(self.model, self.device.type, has_graphs)
         self._memory = CPUMemory(self.llm, self.model, self.lora is not None) if on_cpu else DeviceMemory(self.llm)
         self._base: WeightLoad | None = None
-        self._rows: dict[str, Rows] = {}
+        self._map: WeightMap = NO_MAP
         self._adapter: AdapterLoad | None = None
         self._base_slept = False
         self._asleep: set[str] = set()
@@ -146,7 +146,9 @@ class VLLMRollout(ModelRollout):
     # -- weights -------------------------------------------------------------------------------------------------------
 
     def update_weights(self, version: int, buckets: Iterable[Bucket]) -> Receipt:
-        """Load the buckets with vLLM's own loader and sum up what its memory holds of each sent tensor.
+        """Load the buckets and sum up what memory holds of each sent tensor.
+
+        The first time by vLLM's own loader, then by copies to where it put them, if that was all it did.
 
         A tensor of which this rank holds a shard is judged shard by shard against what arrived; it is reported as what
         arrived if every rank holds its shards, and the replica's shards make up the whole.
@@ -161,21 +163,22 @@ class VLLMRollout(ModelRollout):
         """
         self.check_nothing_runs("update_weights()")
         self.holds_base, self._base_slept, self._adapter = False, False, None
-        with unwrapped(self.model):
-            is_shared, rows = self.tensor_parallel_size > 1, {name: self._rows[name] for name in sharded}
-            self._rows = {}
-            self._base = WeightLoad(self.model, self.device, self._derived.names, is_shared, sharded=rows)
+        with unwrapped(self.model) if self.lora is not None else nullcontext():
+            is_shared, known = self.tensor_parallel_size > 1, self._map
+            self._map = NO_MAP  # after a failure the loader takes all again
+            self._base = WeightLoad(self.model, self.device, self._derived.names, is_shared, "vLLM", known, sharded)
             receipt = self._receive_weights(self._base, version, buckets)
-        self._rows = self._base.rows() if is_shared else {}
+        self._map = self._base.weight_map()
         return receipt
 
     def rows_held(self) -> dict[str, tuple[int, int]]:
-        storages = {parameter.untyped_storage().data_ptr() for parameter in self.model.parameters()}
-        return {
-            name: (first, len(held))
-            for name, (first, held) in self._rows.items()
-            if held.untyped_storage().data_ptr() in storages
-        }
+        tensors = (*self.model.parameters(), *self.model.buffers())
+        if self.tensor_parallel_size == 1 or not self._map.is_in({t.untyped_storage().data_ptr() for t in tensors}):
+            return {}
+        return {name: (first, len(held)) for name, (first, held) in self._map.rows().items()}
+
+    def memory_of_weights(self) -> Mapping[str, torch.Tensor]:
+        return self._map.wholes() if self.tensor_parallel_size == 1 else {}
 
     @torch.no_grad()
     def update_adapter(self, version: int, buckets: Iterable[Bucket]) -> Receipt:

@@ -2,19 +2,21 @@
 
 An engine fuses (q, k, v into one matrix), shards and pads what it is sent. Watching its copies tells, for any model and
 any loader, which elements of which parameter hold which elements of a sent tensor; reading those back is the receipt.
-Knows tensors and copies, no engine.
+Where the loader did nothing but copy and pad, the next sync repeats its copies without it. Knows tensors and copies, no
+engine.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Set
-from itertools import chain, islice
-from types import MappingProxyType
+from collections.abc import Collection, Container, Iterable, Iterator, Mapping, Sequence, Set
+from itertools import accumulate, chain, islice
+from operator import mul
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from verl.workers.rollout.base import Bucket, WeightSyncError
 from verl.workers.rollout.weights.sync import Checksum, finish, finished, listed, pending_checksum
@@ -33,6 +35,12 @@ class Region(NamedTuple):
     def of(view: Tensor, first: int = 0) -> Region:
         return Region(int(view.storage_offset()) - first, tuple(view.shape), tuple(view.stride()))
 
+    @staticmethod
+    def whole(shape: Sequence[int], first: int = 0) -> Region:
+        """All elements of a tensor of ``shape``, in order, from the ``first`` of what it lies in."""
+        strides = accumulate(reversed([max(1, size) for size in shape[1:]]), mul, initial=1)
+        return Region(first, tuple(shape), tuple(strides)[::-1] if shape else ())
+
     @property
     def numel(self) -> int:
         return torch.Size(self.shape).numel()
@@ -45,6 +53,13 @@ class Part(NamedTuple):
     held: Tensor
 
 
+class Place(NamedTuple):
+    """The parts of a sent tensor of ``shape`` that an engine's memory holds; none where other ranks hold it."""
+
+    shape: torch.Size
+    parts: list[Part]
+
+
 class Rows(NamedTuple):
     """A block of rows of a sent tensor and the view of the engine's memory that holds them."""
 
@@ -52,8 +67,46 @@ class Rows(NamedTuple):
     held: Tensor
 
 
+class WeightMap(NamedTuple):
+    """Everything that a load of all weights wrote to an engine's memory: `WeightLoad` repeats it without the loader."""
+
+    places: Mapping[str, Place]
+    """By the names that were sent."""
+    fills: Sequence[tuple[Tensor, Any]]
+    """Views of memory and the number that they were filled with, before the tensors of ``places`` were copied."""
+
+    def rows(self) -> dict[str, Rows]:
+        """Name as it was sent -> its rows, where memory holds one block of them and no padding."""
+        found, padded = {}, {held.untyped_storage().data_ptr() for held, _ in self.fills}
+        for name, (shape, parts) in self.places.items():
+            distinct = {(part.source, Region.of(part.held)): part for part in parts}
+            if len(distinct) == 1 and shape:
+                [(source, held)] = distinct.values()
+                block = Region.whole((source.shape[0], *shape[1:]), source.offset)
+                if block == source and held.untyped_storage().data_ptr() not in padded:
+                    found[name] = Rows(source.offset // max(1, shape[1:].numel()), held)
+        return found
+
+    def wholes(self) -> dict[str, Tensor]:
+        """Name as it was sent -> the memory that holds all of it, side by side."""
+        return {
+            name: parts[0].held
+            for name, (shape, parts) in self.places.items()
+            if len(parts) == 1 and parts[0].source == Region.whole(shape) and parts[0].held.is_contiguous()
+        }
+
+    def is_in(self, storages: Container[int]) -> bool:
+        """Whether all of it lies in these storages."""
+        held = chain((part.held for place in self.places.values() for part in place.parts), (h for h, _ in self.fills))
+        return all(tensor.untyped_storage().data_ptr() in storages for tensor in held)
+
+
+NO_MAP = WeightMap({}, ())
+
+
 class LoadWatcher(TorchDispatchMode):
-    """While active, notes every copy from a sent tensor into the engine's memory, and every fill of that memory.
+    """While active, notes every copy from a sent tensor into the engine's memory, every fill of that memory, and
+    whether a sent tensor or that memory was used in any other way.
 
     Args:
         tensors: the engine's parameters and buffers by name; tied ones may appear under several names.
@@ -66,8 +119,10 @@ class LoadWatcher(TorchDispatchMode):
         self.last: str | None = None
         """The tensor that the loader took last."""
         self._written: dict[str, set[Region]] = {}
-        self.filled: set[str] = set()
-        """Tensors of the engine that have elements which were not sent: padding."""
+        self.fills: list[tuple[Tensor, Any]] = []
+        """Views of memory with elements which were not sent, padding, and their number."""
+        self.only_copies = True
+        """Whether ``parts`` and ``fills`` are all that became of the tensors and of the memory."""
         self.announced: dict[int, list[tuple[str, Tensor]]] = {}
         """Storage -> name and tensor of the bucket being loaded."""
 
@@ -80,11 +135,18 @@ class LoadWatcher(TorchDispatchMode):
             self.last = name
             yield name, tensor
 
-    def put(self, name: str, rows: Tensor, held: Tensor) -> None:
-        """Copy rows of a tensor to where they belong, without the engine's loader."""
-        held.copy_(rows)
-        self._written.setdefault(self.owner[held.untyped_storage().data_ptr()], set()).add(Region.of(held))
-        self.parts[name] = [Part(Region.of(rows, int(rows.storage_offset())), held)]
+    def put(self, name: str, tensor: Tensor, parts: list[Part]) -> None:
+        """Copy parts of a tensor to where they belong, without the engine's loader."""
+        for source, held in parts:
+            sent = _region(tensor, source)
+            if (sent.data_ptr(), sent.stride()) != (held.data_ptr(), held.stride()):  # else the sender wrote it there
+                held.copy_(sent)
+            self._written.setdefault(self.owner[held.untyped_storage().data_ptr()], set()).add(Region.of(held))
+        self.parts[name] = parts
+
+    def fill(self, held: Tensor, number: Any) -> None:
+        """Fill a view of memory, without the engine's loader."""
+        self._note_fill(held.fill_(number), number)
 
     def written(self, name: str) -> int:
         """Number of elements of the engine's tensor ``name`` that were written."""
@@ -94,27 +156,46 @@ class LoadWatcher(TorchDispatchMode):
         # the copy first: what is noted is what memory then holds
         result = func(*args, **(kwargs or {}))
         if func is aten.copy_.default:
-            self._note(args[0], args[1])
+            self._note_copy(args[0], args[1])
         elif func in (aten.fill_.Scalar, aten.zero_.default):
-            self._note(args[0], None)
+            self._note_fill(args[0], args[1] if len(args) > 1 else 0)
+        elif self.only_copies:
+            used = _storages((args, kwargs))
+            is_view = _storages(result) <= used and not func._schema.is_mutable
+            touches = not used.isdisjoint(self.announced) or func._schema.is_mutable and not used.isdisjoint(self.owner)
+            self.only_copies = is_view or not touches
         return result
 
-    def _note(self, held: Tensor, source: Tensor | None) -> None:
+    def _note_fill(self, held: Tensor, number: Any) -> None:
         owner = self.owner.get(held.untyped_storage().data_ptr())
-        if owner is None or not held.numel():
-            return
-        if source is None:
+        if owner is not None and held.numel():
             self._written.setdefault(owner, set()).add(Region.of(held))
-            self.filled.add(owner)
+            self.fills.append((held.detach(), number))
+
+    def _note_copy(self, held: Tensor, source: Tensor) -> None:
+        owner = self.owner.get(held.untyped_storage().data_ptr())
+        if not held.numel():
             return
-        for name, tensor in self.announced.get(source.untyped_storage().data_ptr(), ()):
+        for name, tensor in self.announced.get(source.untyped_storage().data_ptr(), ()) if owner is not None else ():
             first = int(tensor.storage_offset())
             if first <= source.storage_offset() < first + max(1, tensor.numel()):
                 self._written.setdefault(owner, set()).add(Region.of(held))
                 if source.shape == held.shape:
                     self.parts[name].append(Part(Region.of(source, first), held.detach()))
+                else:
+                    self.only_copies = False
                 return
         # a source that is not ours, or was changed on the way: the elements stay unwritten, which fails the sync
+        self.only_copies &= owner is None and source.untyped_storage().data_ptr() not in self.announced
+
+
+def _region(tensor: Tensor, region: Region) -> Tensor:
+    """A region of a contiguous tensor."""
+    return tensor.as_strided(region.shape, region.stride, int(tensor.storage_offset()) + region.offset)
+
+
+def _storages(values: Any) -> set[int]:
+    return {leaf.untyped_storage().data_ptr() for leaf in tree_leaves(values) if torch.is_tensor(leaf)}
 
 
 def covers(parts: Iterable[Region], numel: int) -> bool:
@@ -127,10 +208,10 @@ def read_back(parts: list[Part], shape: torch.Size, dtype: torch.dtype) -> Check
 
     Memory may hold a wider type than was sent: ``dtype``, in which the values are as they were.
     """
-    first = parts[0].held
-    if len(parts) == 1 and first.shape == shape:
-        return pending_checksum(first.to(dtype))
-    whole = first.new_empty(shape, dtype=dtype)
+    source, held = parts[0]
+    if len(parts) == 1 and source == Region.whole(shape):
+        return pending_checksum(held.to(dtype))
+    whole = held.new_empty(shape, dtype=dtype)
     for part in parts:
         whole.as_strided(part.source.shape, part.source.stride, part.source.offset).copy_(part.held)
     return pending_checksum(whole)
@@ -164,7 +245,8 @@ class WeightLoad:
         derived: parameters that are not sent, but made of others.
         is_shared: whether other ranks hold parts of the same engine, and must learn of what is wrong here.
         engine: its name in messages.
-        sharded: ``rows`` of a load before this one, of the names of which those rows alone will be sent.
+        known: `weight_map` of a load before this one, whose copies are repeated without the loader.
+        sharded: names in ``known.rows()`` of which those rows alone will be sent.
     """
 
     def __init__(
@@ -174,14 +256,17 @@ class WeightLoad:
         derived: Set[str] = frozenset(),
         is_shared: bool = False,
         engine: str = "vLLM",
-        sharded: Mapping[str, Rows] = MappingProxyType({}),
+        known: WeightMap = NO_MAP,
+        sharded: Collection[str] = (),
     ):
         self.model, self.engine = model, engine
-        self.sharded = sharded
         self.is_shared = is_shared
         self.derived = derived
         self.device = device
         self.watcher = LoadWatcher({**dict(model.named_buffers()), **dict(model.named_parameters())})
+        self.known = known if known.is_in(self.watcher.owner) else NO_MAP
+        rows = known.rows() if sharded else {}
+        self.sharded = {name: rows[name].held for name in sharded}
         self.num_bytes = 0
         self._held: dict[str, int] = {}
         self._sent: dict[str, SentChecksum] = {}
@@ -195,15 +280,35 @@ class WeightLoad:
             raise WeightSyncError(f"{listed(stale)} computes with a copy of its weights that no sync reaches.")
 
     def load(self, bucket: Bucket) -> None:
-        """Hand a bucket to the model's loader; note what was sent for whatever is not held whole."""
+        """Copy a bucket to where it is known to belong, or hand it to the model's loader; note what was sent for
+        whatever is not held whole.
+        """
         # contiguous: a loader that reshapes would copy, and the watcher lose the source
         bucket = [(name, tensor.to(self.device).contiguous()) for name, tensor in bucket]
         names = [name for name, _ in bucket]
         if twice := [name for i, name in enumerate(names) if name in self._sent or name in names[:i]]:
             raise WeightSyncError(f"{listed(twice)} was sent twice in one sync.")
+        if not self._sent:
+            for held, number in self.known.fills:
+                self.watcher.fill(held, number)
+        unknown = []
+        for name, tensor in bucket:
+            place = self.known.places.get(name)
+            if name in self.sharded:
+                self.watcher.put(name, tensor, [Part(Region.whole(tensor.shape), self.sharded[name])])
+            elif place is not None and place.shape == tensor.shape:
+                self.watcher.put(name, tensor, place.parts)
+            else:
+                unknown.append((name, tensor))
+        if unknown:
+            self._load_watched(unknown)
+        self.record_sent(bucket)
+
+    def _load_watched(self, bucket: Bucket) -> None:
+        """Hand a bucket to the model's loader, and see that what it copied has arrived."""
         try:
             with self.watcher:
-                self.model.load_weights(self.watcher.announce([pair for pair in bucket if pair[0] not in self.sharded]))
+                self.model.load_weights(self.watcher.announce(bucket))
         except Exception as error:
             shapes = {name: tuple(tensor.shape) for name, tensor in bucket}
             last = self.watcher.last
@@ -211,20 +316,18 @@ class WeightLoad:
                 f"{self.engine}'s loader refused {last} of shape {shapes.get(last)} ({type(error).__name__}: {error}). "
                 "Are model.path and model.override_config the same on both sides?"
             ) from error
-        for name, tensor in bucket:
-            if name in self.sharded:
-                self.watcher.put(name, tensor, self.sharded[name].held)
-        self.record_sent(bucket)
+        self.watcher.only_copies = self.watcher.only_copies and all(
+            torch.equal(held, _region(tensor, source).to(held.dtype))
+            for name, tensor in bucket
+            for source, held in self.watcher.parts[name]
+        )
 
     def record_sent(self, bucket: Bucket) -> None:
         """Record a bucket's checksums from the watcher, and release the bucket."""
         for name, tensor in bucket:
             parts = self.watcher.parts[name]
             whole = not self.is_shared and covers((part.source for part in parts), tensor.numel())
-            first, sums = int(tensor.storage_offset()), []
-            if not whole:
-                regions = [part.source for part in parts]
-                sums = [pending_checksum(tensor.as_strided(r.shape, r.stride, first + r.offset)) for r in regions]
+            sums = [] if whole else [pending_checksum(_region(tensor, part.source)) for part in parts]
             total = None if whole else pending_checksum(tensor)
             self._sent[name] = SentChecksum(tensor.shape, tensor.dtype, total, sums)
             self.num_bytes += sum(part.held.nbytes for part in parts)
@@ -245,20 +348,13 @@ class WeightLoad:
         whole = self._sent.keys() - self.sharded.keys()
         return {name: [part.source for part in self.watcher.parts[name]] for name in whole}
 
-    def rows(self) -> dict[str, Rows]:
-        """Name as it was sent -> its rows, where memory holds one block of them and no padding."""
-        found = {}
-        for name, sent in self._sent.items():
-            parts = {(part.source, Region.of(part.held)): part for part in self.watcher.parts[name]}
-            if name in self.sharded:
-                found[name] = self.sharded[name]
-            elif len(parts) == 1 and sent.shape:
-                [(source, held)] = parts.values()
-                block = torch.empty((source.shape[0], *sent.shape[1:]), device="meta")
-                is_padded = self.watcher.owner[held.untyped_storage().data_ptr()] in self.watcher.filled
-                if Region.of(block, -source.offset) == source and not is_padded:
-                    found[name] = Rows(source.offset // max(1, sent.shape[1:].numel()), held)
-        return found
+    def weight_map(self) -> WeightMap:
+        """The map by which later loads repeat this one, if it is all that the loader did."""
+        if not self.watcher.only_copies:
+            return NO_MAP
+        places = {name: Place(sent.shape, self.watcher.parts[name]) for name, sent in self._sent.items()}
+        places |= {name: self.known.places[name] for name in self.sharded}
+        return WeightMap(places, self.watcher.fills)
 
     def find_problem(self, regions: list[dict[str, list]]) -> str | None:
         """The problem with the shards, given the regions that every rank of the replica holds."""

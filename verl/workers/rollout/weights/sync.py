@@ -10,10 +10,11 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
+from types import MappingProxyType
 
 import torch
 from torch import Tensor
-from xxhash import xxh3_64_intdigest
+from xxhash import xxh3_64, xxh3_64_intdigest
 
 from verl.workers.rollout.base import Bucket, Receipt, RolloutEngine, WeightSyncError
 
@@ -23,6 +24,7 @@ LANES = 1 << 10
 _LINES = 1 << 14  # handled at once
 
 _HOST_BUCKET_BYTES = 64 << 20
+_BLOCK_BYTES = 2 << 20  # of host memory cast, summed and written at once, in the processor's cache
 
 _MASK = (1 << 64) - 1
 _MAX_NAMES = 5
@@ -56,7 +58,8 @@ def sync_weights(
             generate until a sync succeeds.
     """
     update = partial(rollout.update_shards, sharded=sharded) if sharded else rollout.update_weights
-    return _send_checked(update, named_tensors, rollout, version, bucket_bytes, dtype)
+    memory = rollout.memory_of_weights()
+    return _send_checked(update, named_tensors, rollout, version, bucket_bytes, dtype, memory)
 
 
 def sync_adapter(
@@ -91,14 +94,19 @@ def _send_checked(
     version: int,
     bucket_bytes: int,
     dtype: torch.dtype | None,
+    memory: Mapping[str, Tensor] = MappingProxyType({}),
 ) -> Receipt:
-    """Send buckets through ``update`` and compare what was sent with the rollout's receipt."""
+    """Send buckets through ``update`` and compare what was sent with the rollout's receipt.
+
+    Args:
+        memory: of the rollout, by the names of the tensors that are to be written there.
+    """
     # cast before the checksum: the rollout sums what it holds, in its own type
     dtype = dtype or rollout.weights_dtype
     sent: dict[str, Checksum] = {}
     rollout.invalidate()
     try:
-        summed = with_checksums(named_tensors, dtype, sent)
+        summed = with_checksums(named_tensors, dtype, sent, memory)
         receipt = update(version, buckets(summed, bucket_bytes))
         compare(finish(sent), receipt, version)
     except BaseException:
@@ -140,14 +148,18 @@ def checksum(tensor: Tensor) -> int:
     return finished([pending_checksum(tensor)])[0]
 
 
-@torch.no_grad()
 def pending_checksum(tensor: Tensor) -> Checksum:
     """As `checksum`, without waiting for a device."""
     data = tensor.detach().contiguous().view(-1).view(torch.uint8)
     if data.device.type != "cpu":
         return _mixed_sum(data)
+    return xxh3_64_intdigest(_bytes(data)) if data.numel() else 0
+
+
+def _bytes(data: Tensor) -> ctypes.Array[ctypes.c_char]:
+    """The memory of a contiguous tensor on the host."""
     # by address: memory shown through numpy could never be given back by a sleeping rollout
-    return xxh3_64_intdigest((ctypes.c_char * data.numel()).from_address(data.data_ptr())) if data.numel() else 0
+    return (ctypes.c_char * data.nbytes).from_address(data.data_ptr())
 
 
 def finished(sums: Sequence[Checksum]) -> list[int]:
@@ -195,15 +207,41 @@ def _mixed_sum(data: Tensor) -> Tensor:
 
 
 def with_checksums(
-    named_tensors: Iterable[tuple[str, Tensor]], dtype: torch.dtype, sent: dict[str, Checksum]
+    named_tensors: Iterable[tuple[str, Tensor]],
+    dtype: torch.dtype,
+    sent: dict[str, Checksum],
+    memory: Mapping[str, Tensor] = MappingProxyType({}),
 ) -> Iterator[tuple[str, Tensor]]:
-    """Cast floating tensors and store in ``sent`` the checksum of each, which a device may not have finished yet."""
+    """Cast floating tensors and store in ``sent`` the checksum of each, which a device may not have finished yet.
+
+    Those that ``memory`` has a place for are written there, and that is what is yielded.
+    """
     for name, tensor in named_tensors:
-        if tensor.is_floating_point():
-            tensor = tensor.to(dtype)
-        sent[name] = pending_checksum(tensor)
+        target = dtype if tensor.is_floating_point() else tensor.dtype
+        held = memory.get(name)
+        if held is not None and (held.shape, held.dtype, held.device) == (tensor.shape, target, tensor.device):
+            sent[name] = write_summed(tensor, held)
+            tensor = held
+        else:
+            tensor = tensor.to(target)
+            sent[name] = pending_checksum(tensor)
         yield name, tensor
         del tensor
+
+
+def write_summed(tensor: Tensor, held: Tensor) -> Checksum:
+    """Write a tensor to memory of the same shape, in its type; returns the checksum of what was to be written."""
+    tensor, held = tensor.detach(), held.detach()
+    if held.device.type != "cpu" or not held.numel() or not held.is_contiguous():
+        values = tensor.to(held.dtype)
+        held.copy_(values)
+        return pending_checksum(values)
+    total, block = xxh3_64(), _BLOCK_BYTES // held.itemsize
+    for source, place in zip(tensor.reshape(-1).split(block), held.view(-1).split(block), strict=True):
+        values = source.to(held.dtype)
+        total.update(_bytes(values))
+        place.copy_(values)
+    return total.intdigest()
 
 
 def compare(sent: dict[str, int], receipt: Receipt, version: int) -> None:
