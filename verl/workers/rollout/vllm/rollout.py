@@ -173,7 +173,8 @@ class VLLMRollout(ModelRollout):
 
     def rows_held(self) -> dict[str, tuple[int, int]]:
         tensors = (*self.model.parameters(), *self.model.buffers())
-        if self.tensor_parallel_size == 1 or not self._map.is_in({t.untyped_storage().data_ptr() for t in tensors}):
+        storages = {tensor.untyped_storage().data_ptr() for tensor in tensors}
+        if self.tensor_parallel_size == 1 or not self._map.storages() <= storages:
             return {}
         return {name: (first, len(held)) for name, (first, held) in self._map.rows().items()}
 

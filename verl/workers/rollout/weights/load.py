@@ -8,7 +8,7 @@ engine.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Container, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence, Set
 from itertools import accumulate, chain, islice
 from operator import mul
 from typing import Any, NamedTuple
@@ -95,10 +95,10 @@ class WeightMap(NamedTuple):
             if len(parts) == 1 and parts[0].source == Region.whole(shape) and parts[0].held.is_contiguous()
         }
 
-    def is_in(self, storages: Container[int]) -> bool:
-        """Whether all of it lies in these storages."""
+    def storages(self) -> set[int]:
+        """Addresses of the storages that were written to."""
         held = chain((part.held for place in self.places.values() for part in place.parts), (h for h, _ in self.fills))
-        return all(tensor.untyped_storage().data_ptr() in storages for tensor in held)
+        return {tensor.untyped_storage().data_ptr() for tensor in held}
 
 
 NO_MAP = WeightMap({}, ())
@@ -264,7 +264,10 @@ class WeightLoad:
         self.derived = derived
         self.device = device
         self.watcher = LoadWatcher({**dict(model.named_buffers()), **dict(model.named_parameters())})
-        self.known = known if known.is_in(self.watcher.owner) else NO_MAP
+        parameters = ((name, parameter) for name, parameter in model.named_parameters() if name not in derived)
+        needed = {parameter.untyped_storage().data_ptr() for _, parameter in parameters if parameter.numel()}
+        # of this memory, all of it: a head that is no longer tied to the embedding needs the loader again
+        self.known = known if needed <= known.storages() <= self.watcher.owner.keys() else NO_MAP
         rows = known.rows() if sharded else {}
         self.sharded = {name: rows[name].held for name in sharded}
         self.num_bytes = 0
