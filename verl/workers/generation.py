@@ -141,7 +141,8 @@ class RolloutRole(HybridWorker):
         else:
             self.sharded = self.sharded_names()
             sharded = self.sharded or frozenset()
-            sync_weights(self.actor.weights(dtype, sharded), self.rollout, version, bucket_bytes, sharded=sharded)
+            weights = self.actor.weights_to_sync(dtype, sharded)
+            sync_weights(weights, self.rollout, version, bucket_bytes, sharded=sharded)
 
     def sharded_names(self) -> frozenset[str] | None:
         """Weights that need no gathering: every rank's engine holds just the rows that its actor keeps.

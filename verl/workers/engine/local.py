@@ -122,6 +122,10 @@ class LocalEngine(Engine):
                 tensor = tensor if dtype is None else tensor.to(dtype)
             yield name, tensor
 
+    def weights_to_sync(self, dtype: torch.dtype, sharded: Collection[str] = ()) -> Iterator[tuple[str, Tensor]]:
+        is_held = any(parameter.dtype == dtype for parameter in self.module.parameters())
+        return self.weights(dtype if is_held else None, sharded)
+
     def model_state(self) -> dict[str, Tensor]:
         parameters = dict(self.module.named_parameters(remove_duplicate=False))
         return {

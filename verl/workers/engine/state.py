@@ -123,6 +123,10 @@ class EngineState(ABC):
         named = merge_adapter(self.module, self.full_tensors(None, tied_duplicates(self.module)))
         yield from checkpoint_tensors(self.module, cast(named, dtype))
 
+    def weights_to_sync(self, dtype: torch.dtype, sharded: Collection[str] = ()) -> Iterator[tuple[str, Tensor]]:
+        """As ``weights`` for who casts them: cast here where that spares something."""
+        return self.weights(dtype, sharded)
+
     # -- adapters -------------------------------------------------------------------------------------------------
 
     @property
