@@ -2,6 +2,9 @@
 
 import json
 import os
+import threading
+import time
+from contextlib import contextmanager
 from types import SimpleNamespace
 
 import pytest
@@ -115,6 +118,28 @@ def built(model_folder):
         return rollouts[key]
 
     return build
+
+
+@contextmanager
+def standing_still(rollout, after):
+    """Let an engine make ``after`` steps and then no progress within the block, however fast or busy the machine is.
+
+    Yields ``made``, a list as long as the number of steps, and ``go_on``, which lets it go on.
+    """
+    step, made, may_go_on = rollout.step, [], threading.Event()
+
+    def step_or_wait():
+        if len(made) >= after and not may_go_on.is_set():
+            time.sleep(0.001)
+            return {}
+        made.append(len(made))
+        return step()
+
+    rollout.step = step_or_wait
+    try:
+        yield SimpleNamespace(made=made, go_on=may_go_on.set)
+    finally:
+        del rollout.step
 
 
 def weights_of(model, dtype=torch.float32):

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import httpx
 import pytest
 
-from tests.workers.rollout.conftest import rollout_config, weights_of
+from tests.workers.rollout.conftest import rollout_config, standing_still, weights_of
 from verl.utils.tokenizer import hf_tokenizer
 from verl.workers.rollout.base import Request, SamplingParams
 from verl.workers.rollout.hf.rollout import HFRollout
@@ -242,10 +242,10 @@ def test_an_answer_begun_under_old_weights_goes_on_under_the_new(server, post, r
     async def work():
         async with httpx.AsyncClient(timeout=30) as client:
             running = asyncio.ensure_future(client.post(f"{server.address}/v1/completions", json=body))
-            first = server.loop.num_steps
-            while server.loop.num_steps < first + 20:
+            while len(still.made) < 20:
                 await asyncio.sleep(0.001)
             await asyncio.to_thread(server.pause)
+            still.go_on()
             assert engine.num_running == 0 and not running.done()
             engine.sleep(2)
             engine.wake()
@@ -254,7 +254,8 @@ def test_an_answer_begun_under_old_weights_goes_on_under_the_new(server, post, r
             return (await running).json()
 
     named = [(name, tensor.clone()) for name, tensor in weights_of(reference("qwen2"))]
-    answer = asyncio.run(work())
+    with standing_still(engine, 20) as still:
+        answer = asyncio.run(work())
     tokens = answer["choices"][0]["token_ids"]
     assert len(tokens) == 150 and answer["system_fingerprint"] == "version-8"
     kept = next(i for i, (old, new) in enumerate(zip(before, tokens, strict=True)) if old != new)

@@ -4,14 +4,13 @@ import asyncio
 import json
 import socket
 import threading
-import time
 from contextlib import suppress
 from copy import copy
 
 import httpx
 import pytest
 
-from tests.workers.rollout.conftest import rollout_config, weights_of
+from tests.workers.rollout.conftest import rollout_config, standing_still, weights_of
 from tests.workers.rollout.test_contract import mixed_requests, some_prompts
 from verl.utils.tokenizer import hf_tokenizer
 from verl.workers.rollout import get_rollout_class
@@ -157,16 +156,17 @@ def test_http_answers_while_the_engine_steps(engine, serve):
 
     async def work(client):
         running = asyncio.ensure_future(client.generate(Request((5,), LONG)))
-        slowest, seen = 0.0, 0
+        seen = 0
         while not running.done():
-            start = time.perf_counter()
             (health,) = await client.health()
-            slowest, seen = max(slowest, time.perf_counter() - start), seen + health["running"]
+            seen += health["running"]
             assert health["error"] is None
-        return slowest, seen
+            if seen == 2:
+                still.go_on()
+        return seen
 
-    slowest, seen = ask(server, work)
-    assert slowest < 1 and seen > 1
+    with standing_still(engine, 3) as still:
+        assert ask(server, work) > 1
 
 
 def test_abort_by_name_ends_one_and_abort_ends_all_with_their_beginnings(engine, serve):
@@ -174,7 +174,7 @@ def test_abort_by_name_ends_one_and_abort_ends_all_with_their_beginnings(engine,
 
     async def work(client):
         named = [asyncio.ensure_future(client.generate(Request((5,), LONG, i), request_id=f"r{i}")) for i in range(4)]
-        while client.num_running < 2 or (await client.health())[0]["steps"] < 3:
+        while client.num_running < 2 or len(still.made) < 3:
             await asyncio.sleep(0.001)
         await client.abort(["r1", "unknown"])
         first = await named[1]
@@ -182,7 +182,8 @@ def test_abort_by_name_ends_one_and_abort_ends_all_with_their_beginnings(engine,
         await client.abort()
         return first, others_run, await asyncio.gather(*named)
 
-    first, others_run, all_of_them = ask(server, work, max_running=3)
+    with standing_still(engine, 3) as still:
+        first, others_run, all_of_them = ask(server, work, max_running=3)
     assert first.finish_reason == "abort" and others_run == [True] * 3
     assert all(c.finish_reason == "abort" and len(c.log_probs) == len(c.token_ids) < 100 for c in all_of_them)
 
@@ -192,9 +193,10 @@ def test_pause_frees_the_engine_and_what_waits_is_generated_under_the_new_versio
 
     async def work(client):
         running = [asyncio.ensure_future(client.generate(Request((5,), LONG, i))) for i in range(3)]
-        while (await client.health())[0]["steps"] < 3:
+        while (await client.health())[0]["running"] < 3 or len(still.made) < 3:
             await asyncio.sleep(0.001)
         await asyncio.to_thread(server.pause)
+        still.go_on()
         late = asyncio.ensure_future(client.generate(Request((5,), SamplingParams(5))))
         cut = await asyncio.gather(*running)
         assert engine.num_running == 0
@@ -205,7 +207,8 @@ def test_pause_frees_the_engine_and_what_waits_is_generated_under_the_new_versio
         server.resume(2)
         return cut, await late
 
-    cut, late = ask(server, work)
+    with standing_still(engine, 3) as still:
+        cut, late = ask(server, work)
     assert {c.finish_reason for c in cut} == {"abort"} and {c.version for c in cut} == {1}
     assert late.version == 2 and late.finish_reason != "abort"
 
@@ -395,20 +398,27 @@ def _another(engine):
     return other
 
 
-def test_a_cancelled_call_ends_its_request_and_gives_its_place_to_the_next(engines, serve):
-    server = serve(engines("hf"))
+def test_a_cancelled_call_ends_its_request_and_gives_its_place_to_the_next(engines, serve, monkeypatch):
+    engine = engines("hf")
+    server = serve(engine)
 
     async def work(client):
         tasks = [asyncio.ensure_future(client.generate(Request((5,), LONG, i))) for i in range(3)]
-        while (await client.health())[0]["steps"] < 3:
+        while len(still.made) < 3:
             await asyncio.sleep(0.001)
         tasks[1].cancel()  # waits
         tasks[0].cancel()  # runs
+        while not aborted:
+            await asyncio.sleep(0.001)
+        still.go_on()
         last = await tasks[2]
         return last, (await client.health())[0]
 
-    last, health = ask(server, work, max_running=1)
-    assert len(last.token_ids) == 100 and health["running"] == 0 and health["steps"] < 150
+    abort, aborted = engine.abort, []
+    monkeypatch.setattr(engine, "abort", lambda ids: (ended := abort(ids), aborted.extend(ended))[0])
+    with standing_still(engine, 3) as still:
+        last, health = ask(server, work, max_running=1)
+    assert len(last.token_ids) == 100 and health["running"] == 0 and len(still.made) < 150
 
 
 # -- who may ask -------------------------------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
+from contextlib import nullcontext
 from itertools import count
 from types import SimpleNamespace
 
@@ -16,7 +17,7 @@ import torch.distributed as dist
 from transformers import AutoModelForCausalLM
 
 from tests.support.ranks import run_ranks
-from tests.workers.rollout.conftest import rollout_config, weights_of
+from tests.workers.rollout.conftest import rollout_config, standing_still, weights_of
 from tests.workers.rollout.test_contract import FUSED, a_noisy_line, flip_a_bit, mixed_requests, only
 from verl.models.loader import ModelSpec
 from verl.utils.distributed import all_gather_objects
@@ -63,11 +64,12 @@ def serve(rollout) -> dict:
     if dist.get_rank():
         follower = EngineLoop(rollout, broadcast=broadcast, follows=True)
         follower.start()
-        for _ in range(3):
-            follower.resume(2)
-            dist.barrier()
-            follower.pause()
-            dist.barrier()
+        for turn in range(3):
+            with standing_still(rollout, 5) if turn == 1 else nullcontext():
+                follower.resume(2)
+                dist.barrier()
+                follower.pause()
+                dist.barrier()
         follower.stop()
         follower._thread.join(timeout=20)
         return {"ended": not follower._thread.is_alive(), "left": rollout.num_running}
@@ -75,12 +77,13 @@ def serve(rollout) -> dict:
     server.start()
     found = []
     for turn in (generate_all, generate_and_abort, None):
-        server.resume(2)
-        if turn is not None:
-            found.append(asyncio.run(turn(server.address)))
-        dist.barrier()
-        server.pause()
-        dist.barrier()
+        with standing_still(rollout, 5) if turn is generate_and_abort else nullcontext():
+            server.resume(2)
+            if turn is not None:
+                found.append(asyncio.run(turn(server.address)))
+            dist.barrier()
+            server.pause()
+            dist.barrier()
     server.stop()
     return {"generated": found[0], "aborted": found[1], "left": rollout.num_running}
 
