@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 
+import psutil
 import pytest
 
 from tests.single_controller.roles import Counter
@@ -38,6 +39,7 @@ def test_a_group_that_wants_such_actors_takes_them_and_others_end(ray_controller
     try:
         assert (group.worker_names == names) is taken and [one.pool.store for one in pools._begun] == [[1]]
         assert group.add(2) == [7, 7] and [place["rank"] for place in group.place()] == [0, 1]
+        assert {psutil.Process(pid).nice() for pid in group.pids} == {psutil.Process().nice()}
     finally:
         group.stop()
         pools.end_begun()

@@ -19,6 +19,8 @@ _FRUGAL = {
     "RAY_enable_worker_prestart": "0",
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_SCHEDULER_EVENTS": "0",  # its advice on clusters; what a pool lacks is an error of ours
+    # or all else that computes here, the run's rewards and tools among it, goes before generation and updates
+    "RAY_worker_niceness": "0",
 }
 """Environment of a cluster of our own."""
 

@@ -228,6 +228,10 @@ def default_pools(config: Any, roles: Iterable[Role]) -> ResourcePoolManager:
     return ResourcePoolManager(resource_pool_spec=spec, mapping=mapping)
 
 
+_IMPORTED_AHEAD = ("verl.workers.roles", "transformers.models.auto.modeling_auto")
+"""What every worker that has a model imports."""
+
+
 @contextmanager
 def workers_ahead(config: Any) -> Iterator[None]:
     """With Ray, start the worker processes before the driver loads its modules and data; both load side by side.
@@ -252,7 +256,7 @@ def workers_ahead(config: Any) -> Iterator[None]:
     with stopped_at_end(controller):
         with no_collection():
             start_controller(controller, config.ray_init, config.batch_bytes())
-            controller.begin(pools, config.trainer.device, ["verl.workers.roles"])
+            controller.begin(pools, config.trainer.device, _IMPORTED_AHEAD)
         yield
 
 
