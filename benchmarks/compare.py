@@ -17,7 +17,17 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-COSTS = ("cpu_s", "cpu_ms", "wall_ms", "cpu_s_a_step", "driver_cpu_ms", "anonymous_MB", "whole_MB")
+COSTS = (
+    "cpu_s",
+    "cpu_ms",
+    "wall_ms",
+    "cpu_s_a_step",
+    "driver_cpu_ms",
+    "sync_cpu_s",
+    "sync_awake_cpu_s",
+    "anonymous_MB",
+    "whole_MB",
+)
 """Figures of which less is better, as the benchmarks name them."""
 
 

@@ -1,8 +1,10 @@
 """Rollout engines compared: tokens a second, what a weight sync costs over a plain copy, what a switch costs.
 
-``python -m benchmarks.rollout [--model FOLDER] [--dtype float32] [--engines hf,vllm] [--save]``. Every engine runs in a
-process of its own, one after the other, on the same prompts and lengths; engines that are not installed are left out
-and named. CPU seconds count the engine's own children too. Without ``--model`` a random 2.5M-parameter model is made.
+``python -m benchmarks.rollout [--model FOLDER] [--dtype float32] [--actor-dtype float32] [--engines hf,vllm]``
+
+Every engine runs in a process of its own, one after the other, on the same prompts and lengths; engines that are not
+installed are left out and named. CPU seconds count the engine's own children too. Without ``--model`` a random
+2.5M-parameter model is made, without ``--actor-dtype`` weights are sent in the type that the engine has.
 """
 
 from __future__ import annotations
@@ -36,7 +38,7 @@ PROMPT, RESPONSE = 64, 64
 ROUNDS = 3
 
 
-def measure_engine(name: str, model_path: str, dtype: str) -> dict[str, Any]:
+def measure_engine(name: str, model_path: str, dtype: str, actor_dtype: str) -> dict[str, Any]:
     """All numbers of one engine, in this process."""
     config = RolloutConfig(
         name=name,
@@ -52,10 +54,11 @@ def measure_engine(name: str, model_path: str, dtype: str) -> dict[str, Any]:
     row: dict[str, Any] = {
         "engine": name,
         "dtype": dtype,
+        "actor_dtype": actor_dtype,
         "start_s": time.perf_counter() - start,
         "start_cpu_s": cpu_seconds() - start_cpu,
     }
-    actor = load_model(ModelSpec(model_path), dtype=PrecisionType.to_dtype(dtype))
+    actor = load_model(ModelSpec(model_path), dtype=PrecisionType.to_dtype(actor_dtype))
     row |= switch_costs(engine, actor)
     for count in SEQUENCES:
         row[f"{count}_sequences"] = speed(engine, count)
@@ -82,9 +85,10 @@ def speed(engine: RolloutEngine, count: int) -> dict[str, float]:
 
 
 def switch_costs(engine: RolloutEngine, actor: torch.nn.Module) -> dict[str, Any]:
-    """Seconds of the four parts of a switch, and the sync against a plain copy of the same bytes.
+    """CPU seconds of the four parts of a switch and of a sync awake, and the sync against a plain copy of what is sent.
 
-    A sync writes into memory that sleep gave back, so the fair copy is one into fresh memory.
+    Memory that sleep gave back is taken again by ``wake`` or, where an engine leaves that, by ``sync``: the fair copy
+    is then one into fresh memory. The first round, in which engines learn where weights belong, does not count.
     """
     tied = tied_duplicates(actor)
     weights = [(name, tensor) for name, tensor in actor.state_dict().items() if name not in tied]
@@ -92,6 +96,7 @@ def switch_costs(engine: RolloutEngine, actor: torch.nn.Module) -> dict[str, Any
         "wake_weights": [],
         "sync": [],
         "wake_cache": [],
+        "sync_awake": [],
         "sleep": [],
         "copy": [],
         "fresh_copy": [],
@@ -99,22 +104,30 @@ def switch_costs(engine: RolloutEngine, actor: torch.nn.Module) -> dict[str, Any
     engine.sleep(level=2)
     num_bytes = sum(tensor.nbytes for _, tensor in weights)
     target = [torch.empty_like(tensor) for _, tensor in weights]
-    for version in range(1, ROUNDS + 2):
-        named = checkpoint_tensors(actor, iter(weights))
+    versions = iter(range(1, 2 * ROUNDS + 3))
+
+    def sync() -> None:
+        sync_weights(checkpoint_tensors(actor, iter(weights)), engine, version=next(versions))
+
+    for round_ in range(ROUNDS + 1):
         parts = {
             "wake_weights": lambda: engine.wake(("weights",)),
-            "sync": lambda named=named, version=version: sync_weights(named, engine, version=version),
+            "sync": sync,
             "wake_cache": lambda: engine.wake(("kv_cache",)),
+            "sync_awake": sync,
             "copy": lambda: [to.copy_(tensor) for to, (_, tensor) in zip(target, weights, strict=True)],
             "fresh_copy": lambda: [tensor.clone() for _, tensor in weights],
             "sleep": lambda: engine.sleep(level=2),
         }
         for part, call in parts.items():
-            if part == "sleep" and version == ROUNDS + 1:
+            if part == "sleep" and round_ == ROUNDS:
                 continue  # stay awake for what follows
-            seconds[part].append(timed(call)[0])
-    least = {f"{part}_s": min(values) for part, values in seconds.items()}
-    ratios = {f"sync_over_{copy}": least["sync_s"] / least[f"{copy}_s"] for copy in ("copy", "fresh_copy")}
+            seconds[part].append(timed(call)[1])
+    least = {f"{part}_cpu_s": min(values[1:]) for part, values in seconds.items()}
+    ratios = {
+        "sync_over_fresh_copy": least["sync_cpu_s"] / least["fresh_copy_cpu_s"],
+        "sync_awake_over_copy": least["sync_awake_cpu_s"] / least["copy_cpu_s"],
+    }
     return {**least, "bytes": num_bytes, **ratios}
 
 
@@ -126,10 +139,9 @@ def timed(call: Callable[[], Any]) -> tuple[float, float, Any]:
 
 
 def cpu_seconds() -> float:
-    """CPU seconds of this process and its living descendants."""
-    me = psutil.Process()
-    times = [process.cpu_times() for process in (me, *me.children(recursive=True))]
-    return sum(one.user + one.system for one in times)
+    """CPU seconds of this process, to the microsecond, and of its living descendants, to 10 ms."""
+    times = [process.cpu_times() for process in psutil.Process().children(recursive=True)]
+    return time.process_time() + sum(one.user + one.system for one in times)
 
 
 def is_installed(name: str) -> bool:
@@ -140,9 +152,10 @@ def is_installed(name: str) -> bool:
     return True
 
 
-def run_engine(name: str, model_path: str, dtype: str) -> dict[str, Any]:
+def run_engine(name: str, model_path: str, dtype: str, actor_dtype: str) -> dict[str, Any]:
     """`measure_engine` in a process of its own; its row is the last line it prints."""
-    command = [sys.executable, "-m", "benchmarks.rollout", "--only", name, "--model", model_path, "--dtype", dtype]
+    command = [sys.executable, "-m", "benchmarks.rollout", "--only", name, "--model", model_path]
+    command += ["--dtype", dtype, "--actor-dtype", actor_dtype]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, env={"OMP_NUM_THREADS": "1", **os.environ})
     if done.returncode:
         sys.exit(f"{' '.join(command)} ended with {done.returncode}")
@@ -153,12 +166,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", help="Hugging Face folder; a random small model if not given")
     parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--actor-dtype")
     parser.add_argument("--engines", default=",".join(ENGINES))
     parser.add_argument("--only", help=argparse.SUPPRESS)
     parser.add_argument("--save", action="store_true")
     given = parser.parse_args()
+    actor_dtype = given.actor_dtype or given.dtype
     if given.only:
-        print(json.dumps(measure_engine(given.only, given.model, given.dtype)), flush=True)
+        print(json.dumps(measure_engine(given.only, given.model, given.dtype, actor_dtype)), flush=True)
         os._exit(0)  # the engines' own children and threads need no goodbye
     with tempfile.TemporaryDirectory() as folder:
         model = given.model or make_tiny_model(folder, size="2.5M")
@@ -167,7 +182,7 @@ def main() -> None:
             if not is_installed(name):
                 print(f"{name} is left out: it is not installed", file=sys.stderr)
                 continue
-            rows.append(run_engine(name, model, given.dtype))
+            rows.append(run_engine(name, model, given.dtype, actor_dtype))
     for row in rows:
         for count in SEQUENCES:
             key = f"{count}_sequences"
