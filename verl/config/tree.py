@@ -137,6 +137,8 @@ def _convert_union(kinds: tuple, value: Any, default: Any, key: str, problems: l
         if type(None) in kinds:
             return None
         raise _Unfit("must not be null")
+    if set(kinds) == {bool, type(None)}:
+        return _convert_switch(value)
     kinds = tuple(kind for kind in kinds if kind is not type(None))
     for kind in kinds:  # what already fits keeps its kind: "8" stays text in str | int
         if (typing.get_origin(kind) or kind) is type(value):
@@ -148,6 +150,16 @@ def _convert_union(kinds: tuple, value: Any, default: Any, key: str, problems: l
         except _Unfit as unfit:
             complaints.append(str(unfit))
     raise _Unfit(" or ".join(complaints))
+
+
+def _convert_switch(value: Any) -> bool | None:
+    """A truth value, or null for the automatic choice, which may be written ``auto``."""
+    if isinstance(value, str) and value.lower() == "auto":
+        return None
+    try:
+        return bool(_convert_scalar(bool, value))
+    except _Unfit:
+        raise _Unfit("must be true, false or auto (null: the automatic choice)") from None
 
 
 def _convert_literal(allowed: tuple, value: Any) -> Any:
