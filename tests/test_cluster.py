@@ -57,7 +57,8 @@ def test_the_object_store_has_room_for_two_batches_unless_its_size_is_given():
     from verl.single_controller.ray.cluster import object_store_size
 
     GiB = 1 << 30
-    assert object_store_size(None, 10 << 20, 64 * GiB) == (GiB, "")
+    assert object_store_size(None, 10 << 20, 64 * GiB) == (256 << 20, "")
+    assert object_store_size(None, 300 << 20, 64 * GiB) == (600 << 20, "")
     size, note = object_store_size(None, 3 * GiB, 64 * GiB)
     assert size == 6 * GiB and "6144 MiB" in note
     size, note = object_store_size(None, 3 * GiB, 4 * GiB)

@@ -378,7 +378,7 @@ class RayInitConfig(Config):
     """File for Ray's timeline, written at the end of the run."""
 
     object_store_memory_mb: int | None = option(None, at_least=75)
-    """Shared memory for Ray's objects, MiB. Null: room for two batches of a step, 1024 at least, half of the free
+    """Shared memory for Ray's objects, MiB. Null: room for two batches of a step, 256 at least, half of the free
     shared memory at most. A cluster that the run joins has its own."""
 
     env: dict[str, Any] = option({})

@@ -14,6 +14,9 @@ from verl.utils.exit_codes import ExitCode
 
 _MIB = 1 << 20
 
+_SMALLEST_STORE = 256 * _MIB
+"""Bytes of an object store that holds batches of a few MiB: what they need twice over, and what Ray keeps itself."""
+
 _FRUGAL = {
     "RAY_prestart_worker_first_driver": "0",  # no idle workers, a third of a CPU-second each
     "RAY_enable_worker_prestart": "0",
@@ -109,12 +112,12 @@ def _close_to_others() -> None:
 def object_store_size(size_MiB: float | None, batch_bytes: int, free: int) -> tuple[int, str]:
     """Return the bytes of the object store, and a note where they are not the usual ones.
 
-    As requested; else room for two batches, that of a step and the one before it, 1 GiB at least; and at most half of
+    As requested; else room for two batches, that of a step and the one before it, 256 MiB at least; and at most half of
     the shared memory that is ``free``. Memory that holds no object is not taken.
     """
     if size_MiB:
         return int(size_MiB * _MIB), ""
-    wanted = max(1 << 30, 2 * batch_bytes)
+    wanted = max(_SMALLEST_STORE, 2 * batch_bytes)
     size = max(80 * _MIB, min(wanted, free // 2))
     if size < 2 * batch_bytes:
         return size, (
