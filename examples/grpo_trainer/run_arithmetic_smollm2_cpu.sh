@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # GRPO (Shao et al. 2024, arXiv:2402.03300) on one-digit arithmetic: SmolLM2-135M on a CPU, about 8 CPU seconds a step.
-# scripts/quickstart.sh prepares model and data and calls this. On a GPU: RUN=runs/gpu, trainer.device=cuda.
+# scripts/quickstart.sh prepares model and data and calls this. On a GPU: RUN=runs/gpu, trainer.device=cuda,
+# actor_rollout_ref.model.use_remove_padding=true.
 set -euo pipefail
 
 TASK=${TASK:-add1}                              # add1, mul1, max3 or even

@@ -19,6 +19,7 @@ options=(
     data.max_response_length=16
     data.dataloader_num_workers=0
     actor_rollout_ref.model.path="$MODEL"
+    actor_rollout_ref.model.use_remove_padding=true
     actor_rollout_ref.actor.megatron.tensor_model_parallel_size="$TP"
     actor_rollout_ref.actor.ppo_mini_batch_size=8
     actor_rollout_ref.actor.use_dynamic_bsz=true

@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# GRPO on GSM8K: Gemma-2-2B-it, 4 GPUs with 80 GB each.
+# GRPO on GSM8K: Gemma-2-2B-it, 4 GPUs with 80 GB each. Of the kernels for packed rows flash-attn alone caps scores
+# as its attention does: pip install flash-attn, or each row's scores are a whole matrix, which is slow, packed or padded.
 set -euo pipefail
 
 MODEL=${MODEL:-google/gemma-2-2b-it}
@@ -17,6 +18,7 @@ options=(
     data.filter_overlong_prompts=true
     data.truncation=error
     actor_rollout_ref.model.path="$MODEL"
+    actor_rollout_ref.model.use_remove_padding=true
     actor_rollout_ref.model.enable_gradient_checkpointing=true
     actor_rollout_ref.actor.strategy=fsdp2
     actor_rollout_ref.actor.ppo_mini_batch_size=128
