@@ -276,6 +276,15 @@ def test_shaping_that_shows_is_not_remarked(words):
     assert "reward_shaping" not in notes(*words) and "advantage." not in notes(*words)
 
 
+def test_compiled_layers_that_share_no_prompts_are_said_where_they_would_by_default():
+    words, key = (*GRPO, CPU, "trainer.n_gpus_per_node=1"), f"{MODEL}.compile_layers"
+    assert f"{key}=true: the responses to one prompt do not share" in notes(*words, f"{key}=true")
+    assert "do not share" not in notes(*words)
+    for off in (f"{MODEL}.use_prefix_sharing=false", f"{ROLLOUT}.n=1", "trainer.device=cuda"):
+        other = [off, "algorithm.adv_estimator=gae"] if "n=1" in off else [off]
+        assert "do not share" not in notes(*words, f"{key}=true", *other)
+
+
 def test_one_tensor_parallel_rank_is_what_hf_has():
     assert notes(f"{ROLLOUT}.tensor_model_parallel_size=1") == ""
 

@@ -248,6 +248,21 @@ def rows_are_packed_to_share_prompts(config: PPOConfig, is_given: IsGiven) -> It
 
 
 @validator("warning")
+def compiled_layers_share_no_prompts(config: PPOConfig) -> Iterator[Problem]:
+    """The default on a CPU that ``compile_layers`` turns off."""
+    key, shared = f"{MODEL}.compile_layers", config.actor_rollout_ref
+    if not shared.model.compile_layers or config.trainer.device != "cpu" or config.distillation.enabled:
+        return
+    if shared.with_values({"model.compile_layers": False}).shares_prompts_by_default:
+        text = (
+            f"{key}=true: the responses to one prompt do not share its tokens, as those of Llama, Mistral, Qwen2 and "
+            f"Qwen3 do on a CPU by default. Long prompts may cost more than compiling saves; compare with {key}=false, "
+            f"or set {MODEL}.use_prefix_sharing=true, {MODEL}.use_remove_padding=true for both"
+        )
+        yield Problem(key, text, (f"{MODEL}.use_prefix_sharing",))
+
+
+@validator("warning")
 def mini_batch_smaller_than_dp_size(config: PPOConfig) -> Iterator[Problem]:
     for key, role, n in trained_roles(config):
         rows, ranks = role.ppo_mini_batch_size * n, config.dp_size(role)
