@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # GRPO on GSM8K: Gemma-2-2B-it, 4 GPUs with 80 GB each. Of the kernels for packed rows flash-attn alone caps scores
-# as its attention does: pip install flash-attn, or each row's scores are a whole matrix, which is slow, packed or padded.
+# as its attention does: pip install flash-attn, or each row's scores are a whole matrix, slow even if padded.
 set -euo pipefail
 
 MODEL=${MODEL:-google/gemma-2-2b-it}
