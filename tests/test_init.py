@@ -42,6 +42,8 @@ def test_every_algorithm_is_accepted_with_rows_of_a_users_file(algorithm, tmp_pa
     assert main(["init", "mine", "-y", *words]) == 0
     config = load_ppo_config([], str(tmp_path / "mine"), "config")
     assert config.algorithm.adv_estimator == algorithm and config.trainer.world_size == max(1, int(gpus))
+    packed = config.actor_rollout_ref.actor.use_remove_padding, config.critic.model.use_remove_padding
+    assert packed == ((True, True) if gpus == "8" else (False, False)), "a CPU decides by itself"
     rows = [json.loads(line) for line in Path("mine/data/train.jsonl").read_text().splitlines()]
     assert len(rows) == 38 and len(Path("mine/data/test.jsonl").read_text().splitlines()) == 2
     assert rows[3]["prompt"][0]["content"] == "3 + 1?" and rows[3]["reward_model"]["ground_truth"] == "#### 4"

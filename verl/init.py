@@ -117,7 +117,7 @@ data:
 
 actor_rollout_ref:
   model:
-    path: {model}
+    path: {model}{packed}
   actor:
     strategy: {strategy}
     ppo_mini_batch_size: {batch}  # prompts of one optimizer step
@@ -145,11 +145,14 @@ trainer:
   validation_data_dir: run/validation
 """
 
+_PACKED = """
+    use_remove_padding: true  # no padding between rows; false for models with recurrent layers, such as Mamba"""
+
 _CRITIC = """
 critic:
   strategy: {strategy}
   model:
-    path: {model}
+    path: {model}{packed}
   ppo_max_token_len_per_gpu: {tokens}
   optim:
     lr: {critic_lr}
@@ -338,6 +341,7 @@ def _config_text(options: argparse.Namespace, places: Mapping[str, list[str]], r
         "prompt_length": 128 if is_sample else 512,
         "response_length": response,
         "model": json.dumps(TINY if is_tiny else _absolute(options.model)),
+        "packed": "" if on_cpu else _PACKED,
         "strategy": "local" if on_cpu else "fsdp2",
         "tokens": 4096 if on_cpu else 16384,
         "lr": "1.0e-3" if is_tiny else "1.0e-5" if on_cpu else "1.0e-6",

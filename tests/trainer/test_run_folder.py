@@ -12,6 +12,7 @@ import time
 import pytest
 
 from tests.support.runs import main_ppo, make_task, overrides, run_job
+from tests.support.tiny_models import make_tiny_model
 from verl.config.base import ConfigError
 from verl.config.command_line import parse
 from verl.config.load import load
@@ -62,7 +63,7 @@ def test_the_same_on_a_gpu_is_the_same_run_from_python_too(task, tmp_path, capsy
     assert words[1:3] == ["-m", "verl.trainer.main_ppo"]
     again = config_of(words[3:])
     moved = {"trainer.device", "trainer.default_local_dir", "trainer.rollout_data_dir"}
-    assert differences(config.to_dict(), again) == moved
+    assert differences(config.to_dict(), again) == moved | {"actor_rollout_ref.actor.use_remove_padding"}
     assert again["trainer"]["device"] == "cuda"
     assert again["trainer"]["rollout_data_dir"] == f"{tmp_path}/run-gpu/samples"
     log = (tmp_path / "run" / "run.log").read_text()
@@ -75,7 +76,33 @@ def test_the_options_for_a_gpu_leave_the_rest_of_a_command_line_as_it_is(task, t
     words = overrides(task, **settings(tmp_path, trainer__logger="[file,tensorboard]", **tensorboard))
     before, after = config_of(words), config_of([*words, *gpu_options(load(words).config)])
     changed = {"trainer.device", "trainer.default_local_dir", "trainer.rollout_data_dir"}
-    assert differences(before, after) == changed | {"trainer.tracker_kwargs.tensorboard.log_dir"}
+    changed |= {"trainer.tracker_kwargs.tensorboard.log_dir", "actor_rollout_ref.actor.use_remove_padding"}
+    assert differences(before, after) == changed
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"actor_rollout_ref__model__use_remove_padding": True},
+        {"actor_rollout_ref__model__use_prefix_sharing": False},
+        {
+            "actor_rollout_ref__rollout__n": 1,
+            "actor_rollout_ref__actor__ppo_micro_batch_size_per_gpu": 2,
+            "algorithm__adv_estimator": "reinforce_plus_plus",
+        },
+    ],
+    ids=["default", "packed", "padded", "nothing to share"],
+)
+def test_rows_that_a_cpu_packs_by_default_are_packed_on_a_gpu(options, task):
+    words = gpu_options(load(overrides(task, **options)).config)
+    assert ("actor_rollout_ref.actor.use_remove_padding=true" in words) == (options == {})
+
+
+def test_rows_of_a_family_that_a_cpu_leaves_padded_stay_so(task, tmp_path):
+    make_tiny_model(tmp_path, "gemma2")
+    words = gpu_options(load(overrides(task, actor_rollout_ref__model__path=tmp_path)).config)
+    assert not [word for word in words if "use_remove_padding" in word]
 
 
 OF_OTHERS = {"pandas", "datasets", "sklearn", "ray", "peft", "deepspeed", "wandb", "tensorboard", "aiohttp", "vllm"}

@@ -167,6 +167,10 @@ class ActorRolloutRefConfig(Config):
         return model.use_prefix_sharing is None and has_groups and is_plain and self.ref.own_path is None
 
 
+SHARES_BY_DEFAULT = ("llama", "mistral", "qwen2", "qwen3")
+"""Families whose rows share prompts on a CPU where ``model.use_prefix_sharing`` leaves that open."""
+
+
 class SavedRole(NamedTuple):
     """How the model of a role is saved."""
 

@@ -20,7 +20,8 @@ from typing import Any
 
 from verl.config.base import ConfigError
 from verl.config.load import check
-from verl.config.ppo import PPOConfig
+from verl.config.model_info import read_model
+from verl.config.ppo import SHARES_BY_DEFAULT, PPOConfig
 from verl.config.trainer import TrainerConfig
 from verl.config.tree import build
 from verl.telemetry.run_record import LOCK, RunRecord, mask_text, open_record, recorded
@@ -166,17 +167,32 @@ def gpu_options(config: PPOConfig) -> list[str]:
     """Options that make a run of ``config`` the same run on a GPU, to stand behind its command line.
 
     The device changes, and every place the run writes to: in the old folder it would go on from the old checkpoint.
+    Rows that a CPU packs by default stay packed.
 
     Raises:
         ConfigError: such a run is refused; says why.
     """
     tree = config.to_dict()
     tree["trainer"]["device"] = "cuda"
+    is_packed = _is_packed_by_default(config)
+    if is_packed:
+        tree["actor_rollout_ref"]["actor"]["use_remove_padding"] = True
     check(build(type(config)(), tree, "", []))  # what the tree holds was typed before: nothing new can be wrong with it
     old = config.trainer.default_local_dir.rstrip("/")
     moved = {key: f"{old}-gpu{value[len(old) :]}" for key, value in _written(tree) if value.startswith(f"{old}/")}
     new = {"trainer.device": "cuda", "trainer.default_local_dir": f"{old}-gpu", **moved}
-    return [f"{key}={value}" for key, value in new.items()]
+    # the actor's key: in a configuration that was recorded it follows the model's no more
+    packed = ["actor_rollout_ref.actor.use_remove_padding=true"] if is_packed else []
+    return [*(f"{key}={value}" for key, value in new.items()), *packed]
+
+
+def _is_packed_by_default(config: PPOConfig) -> bool:
+    """Whether the rows of a run on a CPU are packed to share prompts, though no option says so."""
+    shared = config.actor_rollout_ref
+    if shared.actor.use_remove_padding or not shared.shares_prompts_by_default or config.distillation.enabled:
+        return False
+    model = read_model(shared.model.path, shared.model.override_config)
+    return model is not None and not model.is_multimodal and model.model_type in SHARES_BY_DEFAULT
 
 
 def _written(tree: dict[str, Any]) -> Iterator[tuple[str, str]]:

@@ -25,7 +25,7 @@ from verl.config.critic import CriticConfig, CriticModelConfig
 from verl.config.distillation import DistillationConfig
 from verl.config.engine import FSDPConfig, backend_of
 from verl.config.megatron import MegatronConfig
-from verl.config.ppo import ActorRolloutRefConfig, ModelConfig
+from verl.config.ppo import SHARES_BY_DEFAULT, ActorRolloutRefConfig, ModelConfig
 from verl.config.reward import RewardModelConfig, RewardModelModelConfig
 from verl.config.trainer import CheckpointConfig
 from verl.data.vision import media_inputs, media_of
@@ -241,10 +241,6 @@ class EngineWorker(TracedWorker):
             load_contents=contents.load_contents,
             in_background=contents.async_save,
         )
-
-
-SHARES_BY_DEFAULT = ("llama", "mistral", "qwen2", "qwen3")
-"""Families whose rows share prompts where the user leaves that open."""
 
 
 class HybridWorker(EngineWorker):
