@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Make .venv and install what requirements.txt pins. Does nothing when .venv is already up to date.
+# Make .venv and install what requirements.txt pins, and requirements-cuda.txt where there is an NVIDIA GPU. Does nothing
+# when .venv is already up to date.
 #
 #   bash scripts/setup_env.sh            what training needs
 #   bash scripts/setup_env.sh --test     the same plus the test tools
@@ -53,7 +54,7 @@ driver_cuda() { nvidia-smi 2>/dev/null | sed -n 's/.*CUDA Version: *\([0-9]*\)\.
 gpu=no
 if has_gpu; then gpu=yes; fi
 # The stamp names everything an installation depends on; equal stamp, nothing to do.
-files_sum=$(cat requirements.txt requirements-test.txt setup.py verl/version.py | cksum)
+files_sum=$(cat requirements.txt requirements-cuda.txt requirements-test.txt setup.py verl/version.py | cksum)
 stamp_text="$files_sum $PWD ${VERL_TORCH_INDEX:-} gpu=$gpu"
 stamp=.venv/.verl-runtime
 if [ $want_test = 1 ]; then stamp=.venv/.verl-test; fi
@@ -129,7 +130,10 @@ if ! .venv/bin/python -c 'import torchvision' >/dev/null 2>&1; then
     .venv/bin/python scripts/torchvision_without_ops.py
     .venv/bin/python -c 'import torchvision'
 fi
-if [ $gpu = yes ] && [ "$(installed_build)" = cpu ] && [ -z "${VERL_TORCH_INDEX:-}" ]; then
+build=$(installed_build)
+# --no-deps: torch for CUDA has brought Triton, which nothing may move
+if [ $gpu = yes ] && [ "$build" != cpu ]; then "${pip[@]}" --no-deps -r requirements-cuda.txt; fi
+if [ $gpu = yes ] && [ "$build" = cpu ] && [ -z "${VERL_TORCH_INDEX:-}" ]; then
     echo "setup_env.sh: the package index gave the CPU build of torch, and this machine has an NVIDIA GPU. Runs on it need" >&2
     echo "    VERL_TORCH_INDEX=https://download.pytorch.org/whl/cu130 bash scripts/setup_env.sh" >&2
 fi

@@ -88,11 +88,20 @@ def test_what_the_package_imports_is_in_setup():
     assert not missing_from(imported_packages("verl"), named)
 
 
-@pytest.mark.parametrize("file", ["requirements.txt", "requirements-test.txt"])
+@pytest.mark.parametrize("file", ["requirements.txt", "requirements-cuda.txt", "requirements-test.txt"])
 def test_every_requirement_is_pinned_and_no_accelerator_library_is(file):
     lines = [line for line in (ROOT / file).read_text().splitlines() if line and not line.startswith("#")]
     assert all(re.match(r"[\w.\-]+==[\w.]+( ;|$)", line) for line in lines)
     assert not [line for line in lines if re.match(r"(nvidia|cuda|triton)", line)]
+
+
+def test_what_gpus_alone_run_is_pinned_within_the_range_of_its_extra_and_for_them_alone():
+    [pin] = [line for line in (ROOT / "requirements-cuda.txt").read_text().splitlines() if line[:1] != "#"]
+    [(lowest, above)] = re.findall(r'"liger-kernel>=([\d.]+),<([\d.]+)"', (ROOT / "setup.py").read_text())
+    name, _, version = pin.partition("==")
+    first, pinned, end = ([int(part) for part in text.split(".")] for text in (lowest, version, above))
+    assert name == "liger-kernel" and first <= pinned < end
+    assert name not in names_in("requirements.txt") | names_in("requirements-test.txt")
 
 
 def pins_of(engine: str) -> set[str]:

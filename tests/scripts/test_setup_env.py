@@ -38,7 +38,8 @@ fi
 @pytest.fixture
 def checkout(tmp_path):
     """A folder with what the script reads, and a PATH whose only Python is the stand-in."""
-    for name in ("requirements.txt", "requirements-test.txt", "setup.py", "scripts/setup_env.sh", "verl/version.py"):
+    files = ["requirements.txt", "requirements-cuda.txt", "requirements-test.txt", "setup.py", "scripts/setup_env.sh"]
+    for name in (*files, "verl/version.py"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         shutil.copy(ROOT / name, tmp_path / name)
     (tmp_path / "bin").mkdir()
@@ -128,6 +129,16 @@ def test_an_environment_made_without_a_gpu_gets_torch_for_cuda_on_a_machine_with
     done, calls = set_up(checkout, STUB_BUILD="13.0")
     assert calls[0].endswith(f"--force-reinstall --no-deps {pinned_torch()}") and not done.stderr
     assert "holds the CPU build" in done.stdout and set_up(checkout)[1] == []
+
+
+def test_kernels_for_gpus_are_added_to_torch_for_cuda_and_to_no_other(checkout):
+    calls = set_up(checkout, VERL_TORCH_INDEX="https://index/cu130", STUB_BUILD="13.0")[1]
+    assert not [call for call in calls if "requirements-cuda.txt" in call], "there is no GPU"
+    gpu_machine(checkout)
+    assert set_up(checkout, STUB_BUILD="13.0")[1][-1].endswith("--no-deps -r requirements-cuda.txt")
+    shutil.rmtree(checkout / ".venv")
+    calls = set_up(checkout, VERL_TORCH_INDEX="https://index/cpu")[1]
+    assert calls and not [call for call in calls if "requirements-cuda.txt" in call], "the index has the CPU build"
 
 
 def test_an_index_that_has_the_cpu_build_only_is_said_on_a_gpu_machine(checkout):
