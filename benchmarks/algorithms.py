@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from benchmarks.measure import block_cost, median_cost, peak_extra_mb, report
+from benchmarks.measure import block_cost, median_cost, peak_extra_mb, report, work_words
 from verl.algorithms.advantages import ADV_ESTIMATOR_REGISTRY, get_adv_estimator_fn
 from verl.algorithms.losses import POLICY_LOSS_REGISTRY, compute_policy_loss, compute_value_loss, get_policy_loss_fn
 from verl.algorithms.valid_tokens import values_of
@@ -124,7 +124,8 @@ def measure_every() -> list[dict[str, object]]:
     rows = []
     for kind, name, call in every_call(mask, columns):
         cost, copy = median_cost(call), copy_ms(mask.numel() * 4 * (4 if kind == "loss" else 2))
-        rows.append({"kind": kind, "name": name, "rows": 1024, "width": 4096, "tokens": int(mask.sum())})
+        size = {"rows": 1024, "width": 4096, "tokens": int(mask.sum())}
+        rows.append({"kind": kind, "name": name, "work": work_words(size), **size})
         rows[-1] |= {"cpu_ms": cost, "ratio_to_copy": cost / copy, "peak_extra_mb": peak_extra_mb(call)}
     return rows
 
@@ -138,12 +139,13 @@ def main() -> None:
     for count, width, mean_length in SIZES:
         mask, columns = make_batch(count, width, mean_length=mean_length)
         tokens = int(mask.sum())
+        size = {"rows": count, "width": width, "tokens": tokens}
         for name, num_tensors, call in calls(mask, columns):
             cost = block_cost(call, repeat=15)
             # float32 columns and the int64 mask
             padded, real = (copy_ms(positions * (4 * num_tensors + 8)) for positions in (mask.numel(), tokens))
             ratios = {"ratio_to_padded_copy": cost / padded, "ratio_to_real_copy": cost / real}
-            rows.append({"name": name, "rows": count, "width": width, "tokens": tokens, "cpu_ms": cost, **ratios})
+            rows.append({"name": name, "work": work_words(size), **size, "cpu_ms": cost, **ratios})
     report("algorithms", rows)
 
 

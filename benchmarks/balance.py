@@ -18,7 +18,7 @@ from functools import partial
 
 import numpy as np
 
-from benchmarks.measure import block_cost, report
+from benchmarks.measure import block_cost, report, work_words
 from verl.batch.balancing import balanced_parts
 from verl.batch.partition import CallPlan, PartitionPlan, RowCost, RowLengths
 
@@ -59,14 +59,13 @@ def measure(rows: int, ranks: int, sigma: float, repeats: int = 5) -> dict[str, 
 
 def main() -> None:
     sizes = [(256, 8), (1024, 8), (1024, 64), (1024, 256), (8192, 64), (8192, 512), (65536, 512)]
-    report(
-        "balance",
-        [
-            {"rows": rows, "ranks": ranks, "sigma": sigma, **measure(rows, ranks, sigma)}
-            for sigma in (0.8, 1.2)
-            for rows, ranks in sizes
-        ],
-    )
+    rows = []
+    for sigma in (0.8, 1.2):
+        for count, ranks in sizes:
+            size = {"rows": count, "ranks": ranks}
+            work = f"{work_words(size)}, log-normal lengths of sigma {sigma}"
+            rows.append({"work": work, **size, "sigma": sigma, **measure(count, ranks, sigma)})
+    report("balance", rows)
 
 
 if __name__ == "__main__":

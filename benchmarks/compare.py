@@ -43,10 +43,9 @@ def run(checkout: Path, name: str, options: list[str]) -> dict[str, dict[str, fl
 
 
 def label(row: dict[str, Any]) -> str:
-    """Return what identifies a row: its texts, and its sizes in whole numbers."""
-    return ", ".join(
-        str(value) for value in row.values() if isinstance(value, str | int) and not isinstance(value, bool)
-    )
+    """Return what identifies a row: its texts but for its work in words, and its sizes in whole numbers."""
+    known = {key: value for key, value in row.items() if key != "work" and not isinstance(value, bool)}
+    return ", ".join(str(value) for value in known.values() if isinstance(value, str | int))
 
 
 def _least(figure: Any) -> float:

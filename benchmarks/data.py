@@ -185,7 +185,7 @@ def main() -> None:
     rows, measured = rows_of(0, ROWS), []
 
     def note(what: str, found: dict[str, float], **about: Any) -> None:
-        measured.append({"what": what, **about, **found})
+        measured.append({"what": what, "work": f"{found['rows']:,} word problems", **about, **found})
         print(json.dumps(measured[-1]), file=sys.stderr, flush=True)
 
     with tempfile.TemporaryDirectory() as place:

@@ -55,7 +55,11 @@ WAYS = {
     },
 }
 UPDATE_S, DECODE_S = 1.5, 0.01
-LONGEST = 256
+LONGEST, MEDIAN, PROMPTS, N, STEPS = 256, 40, 8, 8, 16
+SCHEDULE = f"tiny model, {PROMPTS} prompts x {N} responses a step, log-normal lengths around {MEDIAN}, at most "
+SCHEDULE += f"{LONGEST}; {1000 * DECODE_S:.0f} ms a step of the engine, {UPDATE_S} s an update"
+SCHEDULE += f"; {STEPS} steps, the first {WARM_UP} left out"
+DIGITS_STEPS = TINY["trainer__total_training_steps"]
 SERVER = """
 import time
 from verl.workers.rollout.server.server import RolloutServer
@@ -82,7 +86,7 @@ class Forced(AgentLoopBase):
     async def run(self, sampling_params, **row):
         prompt = list(row["raw_prompt_ids"])
         draw = random.Random(self.server_manager._seed)
-        tokens = max(1, min(256, int(40 * draw.lognormvariate(0, 0.9))))
+        tokens = max(1, min(LONGEST, int(MEDIAN * draw.lognormvariate(0, 0.9))))
         sampling_params |= {"max_tokens": tokens, "ignore_eos": True}
         answer = await self.server_manager.generate("one", prompt_ids=prompt, sampling_params=sampling_params)
         ids = answer.token_ids
@@ -198,29 +202,33 @@ def main() -> None:
             for bucket_mib in (16, 512):
                 *seconds, copy, nbytes = run_ranks(2, transfers, folder, bucket_mib << 20)[0]
                 row = {"what": f"transfer, {name} parameters", "bucket_mib": bucket_mib, "mib": nbytes / 2**20}
+                row["work"] = f"bf16 weights of {nbytes / 2**20:.0f} MiB in buckets of {bucket_mib} MiB"
                 best = min(seconds[1:])
                 rows.append(
                     {**row, "seconds": best, "gib_a_second": nbytes / best / 2**30, "ratio_to_copy": best / copy}
                 )
         for way, settings in WAYS.items() if "schedules" in parts else ():
             task = make_task(Path(place) / "task")
-            (Path(place) / "forced.py").write_text(LOOP)
+            (Path(place) / "forced.py").write_text(LOOP.replace("LONGEST", str(LONGEST)).replace("MEDIAN", str(MEDIAN)))
             (Path(place) / "slow.py").write_text(SERVER.replace("DECODE_S", str(DECODE_S)))
-            size = {"data__train_batch_size": 8, "actor_rollout_ref__actor__ppo_mini_batch_size": 8}
-            size |= {"data__max_response_length": LONGEST, "trainer__total_training_steps": 16}
+            size = {"data__train_batch_size": PROMPTS, "actor_rollout_ref__actor__ppo_mini_batch_size": PROMPTS}
+            size |= {"data__max_response_length": LONGEST, "trainer__total_training_steps": STEPS}
+            size |= {f"{ROLLOUT}__n": N}
             size |= {f"{ROLLOUT}__agent__agent_loop_config_path": Path(place) / "forced.py"}
             size |= {f"{ROLLOUT}__agent__default_agent_loop": "forced"}
             size |= {f"{ROLLOUT}__agent__custom_async_server__path": Path(place) / "slow.py"}
             size |= {f"{ROLLOUT}__agent__custom_async_server__name": "Slow"}
             folder = {"trainer__default_local_dir": Path(place) / f"schedule{len(rows)}"}
-            rows.append({"what": f"GRPO, 64 responses a step, {way}", **steps(task, **size, **folder, **settings)})
+            rows.append({"what": f"GRPO, {PROMPTS * N} responses a step, {way}", "work": SCHEDULE})
+            rows[-1] |= steps(task, **size, **folder, **settings)
         behind = {"0": APART, "1": AHEAD, "2": WAYS["all the time, max_staleness=2"]}
         for k, settings in behind.items() if "learning" in parts else ():
             task = make_task(Path(place) / "tiny", size="tiny")
             correction = {"algorithm__rollout_correction__rollout_is": "token"} if k == "2" else {}
             folders = [Path(place) / f"learning{k}_{seed}" for seed in range(3)]
             scores = [learned(task, folder, seed, **settings, **correction) for seed, folder in enumerate(folders)]
-            rows.append({"what": f"digits, {k} steps behind, reward of three seeds", "scores": scores})
+            name = f"digits, {k} steps behind, reward of three seeds"
+            rows.append({"what": name, "work": f"{DIGITS_STEPS} steps", "scores": scores})
     report("disjoint", rows)
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks.measure import report
+from benchmarks.measure import report, work_words
 from verl.algorithms.aggregate import agg_rows
 from verl.batch.partition import CallPlan, MiniBatches, PartitionPlan, RowCost
 from verl.batch.ragged import Layout, Ragged, join_windows
@@ -162,8 +162,9 @@ def step_traffic(group: Any, name: str, with_critic: bool) -> dict[str, Any]:
     }
     row = {"what": "bytes per real token a step", "controller": name, "kind": "ppo" if with_critic else "grpo"}
     total = sum(part["sent"] + part["received"] for part in by_method.values())
-    work = {"rows": 1024, "width": 4096, "tokens": tokens, "responses": data.ragged("responses").layout.total}
-    return {**row, **work, "total": round(total, 2), "by_method": by_method, "driver_cpu_ms": round(1000 * cpu, 1)}
+    size = {"rows": 1024, "width": 4096, "tokens": tokens}
+    row |= {"work": work_words({**size, "ranks": 2}), **size, "responses": data.ragged("responses").layout.total}
+    return {**row, "total": round(total, 2), "by_method": by_method, "driver_cpu_ms": round(1000 * cpu, 1)}
 
 
 def round_trip(group: object, data: DataProto, repeat: int = 15) -> dict[str, float]:
@@ -203,8 +204,9 @@ def main() -> None:
                 data = make_batch(count, width, mean)
                 size = real_bytes(data)
                 cost = round_trip(group, data)
-                row = {"controller": name, "rows": count, "width": width, "real_MB": size / 1e6, **cost}
-                rows.append({**row, "ratio_to_copy": cost["wall_ms"] / copy_ms(size)})
+                counts = {"rows": count, "width": width, "tokens": data.ragged("input_ids").layout.total}
+                row = {"controller": name, "work": work_words({**counts, "ranks": 2}), **counts}
+                rows.append({**row, "real_MB": size / 1e6, **cost, "ratio_to_copy": cost["wall_ms"] / copy_ms(size)})
             group.stop()
             group = controller.WorkerGroup(pool, controller.ClassWithInitArgs(StepWorker), device_name="cpu")
             rows += [step_traffic(group, name, with_critic) for with_critic in (False, True)]

@@ -34,7 +34,7 @@ from verl.workers.rollout.monitor import occupancy
 from verl.workers.rollout.server.client import RolloutClient
 
 PROMPTS, BATCH, N, SLOTS, LONGEST = 128, 32, 2, 16, 384
-STEPS = 12
+STEPS, WARM_UP = 12, 2
 REPLICAS = 2
 
 
@@ -118,8 +118,8 @@ class Variant:
         return [state["steps"] for client in self.clients for state in await client.health()]
 
     def result(self) -> dict[str, float]:
-        """Means a step; the first two warm up."""
-        rows = self.rows[2:]
+        """Means a step, but for those that warm up."""
+        rows = self.rows[WARM_UP:]
         total = {name: sum(row[name] for row in rows) for name in rows[0]}
         return {
             "s_a_step": total["s"] / len(rows),
@@ -165,11 +165,14 @@ async def measure(addresses: list[str], pipes: list[Any]) -> list[dict[str, Any]
         for variant in variants.values():
             await variant.step(number, version=number)
     rows: list[dict[str, Any]] = []
+    mean = sum(length(prompt, seed) for prompt in range(PROMPTS) for seed in range(100)) / (100 * PROMPTS)
+    work = f"{REPLICAS} replicas of {SLOTS} slots, {BATCH} prompts x {N} responses a step, {STEPS - WARM_UP} steps; "
+    work += f"log-normal lengths with mean {mean:.0f}, at most {LONGEST} tokens"
     for name, variant in variants.items():
         row = variant.result()
         base = rows[0] if rows else row
         ratios = {f"{key}_ratio": row[key] / base[key] for key in ("tokens_a_s", "tokens_a_decode_step")}
-        rows.append({"what": name, **row, **ratios})
+        rows.append({"what": name, "work": work, **row, **ratios})
         for client in variant.clients:
             await client.close()
     return rows

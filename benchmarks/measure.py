@@ -1,4 +1,4 @@
-"""Measuring whole commands and blocks in CPU seconds, and printing rows as JSON.
+"""Measuring whole commands and blocks in CPU seconds, and printing rows as JSON, with load, versions and commit.
 
 CPU seconds are user plus system time of a command and everything it started. Descendants are watched while they run,
 since what Ray's helpers used is lost when they are killed.
@@ -11,19 +11,24 @@ import ctypes
 import gc
 import json
 import os
+import platform
 import resource
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import psutil
 
 POLL_S = 0.02
+RESULTS = Path(__file__).parent / "results"
+PACKAGES = ("torch", "transformers", "numpy", "ray", "vllm", "sglang")
+_LOAD_AT_START = os.getloadavg()[0]
 
 
 def command_cost(command: list[str], env: dict[str, str] | None = None, expect: int | None = 0) -> dict[str, float]:
@@ -111,11 +116,50 @@ def spread(values: list[float]) -> dict[str, float]:
     return {"min": min(values), "median": statistics.median(values), "max": max(values)}
 
 
+def work_words(counts: Mapping[str, Any]) -> str:
+    """Return the size of a row's work in words, of those counts that it has: rows, width, tokens, ranks and others.
+
+    ``{"rows": 1024, "width": 4096, "tokens": 265037}`` is ``1024 x 4096, 265,037 tokens``.
+    """
+    rows = [f"{counts['rows']:,} rows"] if "rows" in counts else []
+    size = [f"{counts['rows']} x {counts['width']}"] if "width" in counts else rows
+    return ", ".join(size + [f"{count:,} {name}" for name, count in counts.items() if name not in ("rows", "width")])
+
+
+def versions() -> dict[str, str]:
+    """Return the versions of Python and of the packages that matter, of those that are installed."""
+    found = {"python": platform.python_version()}
+    for name in PACKAGES:
+        with contextlib.suppress(PackageNotFoundError):
+            found[name] = version(name)
+    return found
+
+
+def commit() -> str | None:
+    """Return this checkout's commit, with ``+`` where its files differ from it; None outside of git."""
+    folder = Path(__file__).parent
+
+    def git(*words: str) -> str | None:
+        try:
+            done = subprocess.run(["git", *words], cwd=folder, capture_output=True, text=True)
+        except FileNotFoundError:
+            return None
+        return done.stdout.strip() if done.returncode == 0 else None
+
+    head = git("rev-parse", "HEAD")
+    changed = git("status", "--porcelain", "--untracked-files=no", "--", "../verl", ".", ":!results")
+    return head and head + "+" * bool(changed)
+
+
 def report(name: str, rows: list[dict[str, Any]]) -> None:
-    """Print the rows as JSON; with ``--save`` also write ``benchmarks/results/{name}.json``."""
-    text = json.dumps({"benchmark": name, "load": os.getloadavg()[0], "rows": rows}, indent=1)
+    """Print the rows as JSON; with ``--save`` also write ``benchmarks/results/{name}.json``.
+
+    ``load`` is the load average of the machine before the benchmark and after it.
+    """
+    load = [round(value, 2) for value in (_LOAD_AT_START, os.getloadavg()[0])]
+    about = {"commit": commit(), "versions": versions(), "cores": os.cpu_count(), "load": load}
+    text = json.dumps({"benchmark": name, **about, "rows": rows}, indent=1)
     print(text)
     if "--save" in sys.argv:
-        folder = Path(__file__).parent / "results"
-        folder.mkdir(exist_ok=True)
-        (folder / f"{name}.json").write_text(text + "\n")
+        RESULTS.mkdir(exist_ok=True)
+        (RESULTS / f"{name}.json").write_text(text + "\n")

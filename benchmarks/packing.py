@@ -20,7 +20,7 @@ from unittest.mock import patch
 
 import torch
 
-from benchmarks.measure import report
+from benchmarks.measure import report, work_words
 from tests.support.losses import optim_section, ppo_loss
 from tests.support.tiny_models import join_batch, make_tiny_model
 from verl.batch.balancing import plan_micro_batches
@@ -31,6 +31,7 @@ from verl.workers.engine.engine import BEST_TOKENS
 
 REPEAT = 3
 N = 8
+MODEL = "2.5M"
 
 
 def batch(prompts: Sequence[int], responses: Sequence[Sequence[int]]) -> DataProto:
@@ -67,13 +68,17 @@ def seconds(engines: Sequence[Engine], data: DataProto, split: MicroBatching) ->
     return [min(column) for column in zip(*rounds, strict=True)], statistics.median(t[0] / t[-1] for t in rounds)
 
 
-def row(name: str, engines: Sequence[Engine], data: DataProto, split: MicroBatching, **details: Any) -> dict[str, Any]:
-    tokens = int(data.ragged("input_ids").layout.lengths.sum())
+def row(
+    name: str, engines: Sequence[Engine], data: DataProto, split: MicroBatching, lengths: str, **details: Any
+) -> dict[str, Any]:
+    counts = {"rows": len(data), "tokens": int(data.ragged("input_ids").layout.lengths.sum())}
+    tokens = counts["tokens"]
     took, ratio = seconds(engines, data, split)
     without, having = (tokens / one for one in took)
     limits = {name: value for name, value in split._asdict().items() if value is not None}
     speeds = {"tokens_per_s_without": without, "tokens_per_s": having, "speed_up": ratio}
-    return {"name": name, **limits, **details, "tokens": tokens, **speeds}
+    work = f"{MODEL}, {work_words(counts)}, {lengths}"
+    return {"name": name, "work": work, **limits, **details, **counts, **speeds}
 
 
 def padded_cells(data: DataProto, split: MicroBatching) -> int:
@@ -90,7 +95,7 @@ def packed_rows(folder: str) -> Iterator[dict[str, Any]]:
         with patch.dict(BEST_TOKENS, clear=not kept_small):
             for split in (MicroBatching(size=8), MicroBatching(max_tokens=4096)):
                 details = {"kept_small": kept_small, "tokens_ratio": padded_cells(data, split) / tokens}
-                yield row("packed", engines, data, split, **details)
+                yield row("packed", engines, data, split, "log-normal lengths", **details)
 
 
 def shared_rows(folder: str) -> Iterator[dict[str, Any]]:
@@ -100,13 +105,15 @@ def shared_rows(folder: str) -> Iterator[dict[str, Any]]:
         data = batch([prompt] * 2, [[response] * N] * 2)
         details = {"prompt": prompt, "response": response, "n": N}
         details["tokens_ratio"] = N * (prompt + response) / (prompt + N * response)
-        yield row("shared", (packed, shared), data, MicroBatching(max_tokens=8192), **details)
+        lengths = f"{prompt} prompt and {response} response tokens, n={N}"
+        found = row("shared", (packed, shared), data, MicroBatching(max_tokens=8192), lengths, **details)
+        yield found | {"share_of_bound": found["speed_up"] / found["tokens_ratio"]}
 
 
 def main() -> None:
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
-        model = make_tiny_model(folder, "qwen2", size="2.5M")
+        model = make_tiny_model(folder, "qwen2", size=MODEL)
         report("packing", [*packed_rows(model), *shared_rows(model)])
 
 

@@ -4,8 +4,9 @@
 and with the built-in GSM8K rule: called in the driver, in a sandbox of one process, of two. Milliseconds a sample, the
 least of several batches, and what a sandbox adds. Then how long a sandbox takes to start and to get over a crash.
 The driver's CPU time for the rewards of 1024 responses of GSM8K. Last, GRPO steps of a tiny model, 8 prompts x 4
-responses of up to 192 tokens, whose reward waits for a judge that takes 0.3 s or checks for 10 ms: after the rollout,
-during the log-probs of policy and reference, and from when each response has ended until the log-probs are there.
+responses of up to 192 tokens, whose reward waits for a judge that takes 0.3 s or checks for 10 ms: when the batch is
+whole, in turn or during the log-probs of policy and reference; and as each response ends, in steps that compute no
+log-probs before the update, and in steps that do.
 """
 
 from __future__ import annotations
@@ -16,12 +17,14 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from benchmarks.measure import report, spread
+from benchmarks.measure import report, spread, work_words
 from verl.rewards.scorers import default_compute_score
 from verl.sandbox.pool import Pool, SandboxedFunction, Source
 from verl.sandbox.supervisor import Limits
 
 SAMPLES = 1024
+LENGTH = 300
+PROMPTS, N, RESPONSE, STEPS = 8, 4, 192, 6
 LIMITS = Limits(memory_mb=8192, output_mb=4, processes=64)
 TRIVIAL = """
 import os
@@ -54,8 +57,11 @@ def compute_score(data_source, solution_str, ground_truth, extra_info):
 """
 
 
+WORK = f"{SAMPLES:,} responses of {LENGTH} characters"
+
+
 def calls(text: str = "") -> list[tuple[tuple, dict]]:
-    texts = [text or f"Step {i}. " + "and so on " * 29 + f"#### {i}" for i in range(SAMPLES)]
+    texts = [text or f"Step {i}. " + "and so on " * (LENGTH // 10 - 1) + f"#### {i}" for i in range(SAMPLES)]
     return [
         ((), {"data_source": "openai/gsm8k", "solution_str": text, "ground_truth": str(i), "extra_info": {"index": i}})
         for i, text in enumerate(texts)
@@ -75,14 +81,14 @@ def milliseconds(score: Callable[[], object], repeat: int = 9) -> float:
 def overhead(name: str, function: Callable, source: Source) -> list[dict]:
     arguments = calls()
     in_driver = milliseconds(lambda: [function(**kwargs) for _, kwargs in arguments])
-    found = [{"what": f"{name}, in the driver", "ms_a_sample": in_driver}]
+    found: list[dict] = [{"what": f"{name}, in the driver", "work": WORK, "ms_a_sample": in_driver}]
     for workers in (1, 2):
         pool = Pool(source, LIMITS, workers=workers)
         sandboxed = SandboxedFunction(pool)
         cost = milliseconds(lambda function=sandboxed: function.rows(arguments))
         pool.close()
         label = f"{name}, sandbox of {workers}"
-        found.append({"what": label, "ms_a_sample": cost, "added_ms_a_sample": cost - in_driver})
+        found.append({"what": label, "work": WORK, "ms_a_sample": cost, "added_ms_a_sample": cost - in_driver})
     return found
 
 
@@ -101,12 +107,12 @@ def starting(source: Source) -> list[dict]:
         restarts.append((time.perf_counter() - start) * 1000)
         pool.close()
     return [
-        {"what": "start of a sandbox", "wall_ms": spread(starts)},
-        {"what": "a crash, tried twice, and the next sample", "wall_ms": spread(restarts)},
+        {"what": "start of a sandbox", "work": "1 process", "wall_ms": spread(starts)},
+        {"what": "a crash, tried twice, and the next sample", "work": "1 process", "wall_ms": spread(restarts)},
     ]
 
 
-def steps(folder: Path, what: str, code: str, keys: dict[str, object]) -> dict:
+def steps(folder: Path, reward: str, place: str, code: str, keys: dict[str, object]) -> dict:
     """Wall seconds of steps after the first, and how long each waited for its rewards."""
     from tests.support.runs import make_task, overrides, run_job
     from verl.trainer.ppo.ray_trainer import RayPPOTrainer
@@ -126,12 +132,13 @@ def steps(folder: Path, what: str, code: str, keys: dict[str, object]) -> dict:
     options = {
         "custom_reward_function__path": folder / "reward.py",
         "reward_model__self_test": "off",
-        "trainer__total_training_steps": 6,
+        "trainer__total_training_steps": STEPS,
         "trainer__default_local_dir": folder / "checkpoints",
         "trainer__resume_mode": "disable",
-        "data__train_batch_size": 8,
-        "actor_rollout_ref__actor__ppo_mini_batch_size": 8,
-        "data__max_response_length": 192,
+        "data__train_batch_size": PROMPTS,
+        "actor_rollout_ref__actor__ppo_mini_batch_size": PROMPTS,
+        "actor_rollout_ref__rollout__n": N,
+        "data__max_response_length": RESPONSE,
         "actor_rollout_ref__actor__use_kl_loss": True,
         "actor_rollout_ref__actor__skip_old_log_probs": False,
         "actor_rollout_ref__ref__log_prob_micro_batch_size_per_gpu": 8,
@@ -140,28 +147,41 @@ def steps(folder: Path, what: str, code: str, keys: dict[str, object]) -> dict:
         run_job(overrides(task, **{**options, **keys}))
     finally:
         RayPPOTrainer.finish_step = finish
-    return {"what": what, "wall_s": spread(seconds[1:]), "waited_for_rewards_s": spread(waited[1:])}
+    work = f"tiny model, {PROMPTS} prompts x {N} responses of at most {RESPONSE} tokens, {STEPS - 1} steps"
+    row = {"what": f"steps with {reward}, {place}", "reward": reward, "place": place, "work": work}
+    return {**row, "wall_s": spread(seconds[1:]), "waited_for_rewards_s": spread(waited[1:])}
+
+
+IN_TURN, LAST = "when the batch is whole", "as responses end, log-probs meanwhile"
+PLACES: dict[str, dict[str, object]] = {
+    IN_TURN: {"reward_model__sandbox__while_generating": False},
+    "as responses end, no log-probs to compute": {
+        "actor_rollout_ref__actor__skip_old_log_probs": True,
+        "actor_rollout_ref__actor__use_kl_loss": False,
+    },
+    LAST: {},
+}
+PLACES_OF_A_BATCH: dict[str, dict[str, object]] = {
+    IN_TURN: {},
+    "when the batch is whole, log-probs meanwhile": {"reward_model__launch_reward_fn_async": True},
+}
 
 
 def hidden(folder: Path) -> list[dict]:
     """Steps with slow rewards: after the rollout, and in the places where they can be hidden."""
     rows = []
-    in_lists = {"reward_model__reward_manager": "batch"}
-    background = "reward_model__launch_reward_fn_async"
-    beside_both = {"in turn": {"reward_model__sandbox__while_generating": False}, "beside generation and log-probs": {}}
     for name, code, keys, places in (
-        ("a judge of 0.3 s, with lists", JUDGE, in_lists, {"in turn": {}, "beside log-probs": {background: True}}),
-        ("a judge of 0.3 s, async def", ONE_JUDGE, {}, beside_both),
-        ("a check of 10 ms", CHECK, {}, beside_both),
+        ("a judge of 0.3 s, with lists", JUDGE, {"reward_model__reward_manager": "batch"}, PLACES_OF_A_BATCH),
+        ("a judge of 0.3 s, `async def`", ONE_JUDGE, {}, PLACES),
+        ("a check of 10 ms, two processes", CHECK, {"reward_model__sandbox__workers": 2}, PLACES),
     ):
         waits = []
         for number, (place, more) in enumerate(places.items()):
             sub = folder / f"{len(rows)}-{number}"
             sub.mkdir(parents=True)
-            row = steps(sub, f"steps with {name}, {place}", code, {**keys, **more})
-            waits.append(row["waited_for_rewards_s"]["median"])
-            rows.append(row)
-        rows.append({"what": f"{name}: share of its time that is hidden", "share": 1 - waits[1] / waits[0]})
+            rows.append(steps(sub, name, place, code, {**keys, **more}))
+            waits.append(rows[-1]["waited_for_rewards_s"]["median"])
+            rows[-1]["hidden_share"] = 1 - waits[-1] / waits[0]
     return rows
 
 
@@ -194,7 +214,7 @@ def driver(folder: Path) -> list[dict]:
         {"prompts": prompts, "responses": ids, "attention_mask": mask, "input_ids": torch.cat([prompts, ids], 1)},
         {name: np.array(values, dtype=object) for name, values in rows.items()},
     )
-    work = {"rows": SAMPLES, "tokens": sum(map(len, tokens))}
+    counts = {"rows": SAMPLES, "tokens": sum(map(len, tokens))}
     pool = Pool(Source("pkg://verl.rewards.scorers", "default_compute_score"), LIMITS, workers=2, grows=True)
     found = []
     for name, function in (("in the driver", None), ("in a sandbox", SandboxedFunction(pool))):
@@ -204,7 +224,8 @@ def driver(folder: Path) -> list[dict]:
             start = time.process_time()
             manager(batch)
             costs.append((time.process_time() - start) * 1000)
-        found.append({"what": f"rewards of a batch, GSM8K, {name}", **work, "driver_cpu_ms": spread(costs)})
+        row = {"what": f"rewards of a batch, GSM8K, {name}", "work": work_words(counts), **counts}
+        found.append({**row, "driver_cpu_ms": spread(costs)})
     pool.close()
     return found
 

@@ -1,15 +1,21 @@
 """Rollout engines compared: tokens a second, what a weight sync costs over a plain copy, what a switch costs.
 
-``python -m benchmarks.rollout [--model FOLDER] [--dtype float32] [--actor-dtype float32] [--engines hf,vllm]``
+``python -m benchmarks.rollout [--model FOLDER] [--dtype float32] [--actor-dtype float32] [--engines hf,vllm] [--save]``
 
 Every engine runs in a process of its own, one after the other, on the same prompts and lengths; engines that are not
 installed are left out and named. CPU seconds count the engine's own children too. Without ``--model`` a random
-2.5M-parameter model is made, without ``--actor-dtype`` weights are sent in the type that the engine has.
+2.5M-parameter model is made; without ``--dtype`` fp32 weights go into an engine in fp32 and into one in bf16, for which
+they are cast on the way. ``sync_over_copy`` is the larger of two ratios: of a sync into memory that sleep gave back to
+a copy into fresh memory, and of one awake to a copy into memory that is there.
+
+vLLM, which alone takes requests without a seed, also generates the same prompts without: ``over_unseeded`` is what a
+seed of each sample adds to its CPU seconds, of both ways in turns.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import subprocess
@@ -17,6 +23,8 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -34,8 +42,11 @@ from verl.workers.rollout.weights.sync import sync_weights
 
 ENGINES = ("hf", "vllm", "sglang")
 SEQUENCES = (1, 16, 64)
+SEEDED_SEQUENCES = (16, 64)
 PROMPT, RESPONSE = 64, 64
 ROUNDS = 3
+DTYPES = ("float32", "float32"), ("bfloat16", "float32")
+"""Of the engine and of the actor, where none is given."""
 
 
 def measure_engine(name: str, model_path: str, dtype: str, actor_dtype: str) -> dict[str, Any]:
@@ -62,26 +73,46 @@ def measure_engine(name: str, model_path: str, dtype: str, actor_dtype: str) -> 
     row |= switch_costs(engine, actor)
     for count in SEQUENCES:
         row[f"{count}_sequences"] = speed(engine, count)
+    if name == "vllm":
+        row["seeds"] = [seed_costs(engine, count) for count in SEEDED_SEQUENCES]
     return row
 
 
 def speed(engine: RolloutEngine, count: int) -> dict[str, float]:
     """The best of several rounds of ``count`` different prompts; the first round warms up and does not count."""
-    generator = torch.Generator().manual_seed(count)
     sampling = SamplingParams(max_tokens=RESPONSE, ignore_eos=True, want_log_probs=True)
-    walls, cpus = [], []
-    for round_ in range(ROUNDS + 1):
-        prompts = torch.randint(5, 90, (count, PROMPT), generator=generator).tolist()
-        requests = [Request(tuple(ids), sampling, 1000 * round_ + i) for i, ids in enumerate(prompts)]
-        wall, cpu, completions = timed(
-            lambda requests=requests: engine.generate(requests, expect_version=engine.version)
-        )
-        assert all(len(one.token_ids) == RESPONSE for one in completions)
-        if round_:
-            walls.append(wall)
-            cpus.append(cpu)
+    rounds = [generation_cost(engine, count, round_, sampling) for round_ in range(ROUNDS + 1)]
+    wall, cpu = (min(costs[1:]) for costs in zip(*rounds, strict=True))
     tokens = count * RESPONSE
-    return {"tokens_a_second": tokens / min(walls), "cpu_ms_a_token": 1000 * min(cpus) / tokens}
+    return {"tokens_a_second": tokens / wall, "cpu_ms_a_token": 1000 * cpu / tokens}
+
+
+def seed_costs(engine: RolloutEngine, count: int) -> dict[str, Any]:
+    """CPU milliseconds a token with a seed of each sample and without, the least of rounds in turns.
+
+    A seed of null, among the engine's own sampling parameters, takes the place of the request's.
+    """
+    seeded = SamplingParams(max_tokens=RESPONSE, ignore_eos=True, want_log_probs=True)
+    ways = {"unseeded": replace(seeded, extra={"seed": None}), "seeded": seeded}
+    costs: dict[str, list[float]] = {name: [] for name in ways}
+    numbers = itertools.count(ROUNDS + 1)  # new prompts each time: none is in the cache of prefixes
+    for _ in range(2 * ROUNDS + 1):
+        for name, sampling in ways.items():
+            costs[name].append(generation_cost(engine, count, next(numbers), sampling)[1])
+    tokens = count * RESPONSE
+    least = {f"{name}_cpu_ms_a_token": 1000 * min(values[1:]) / tokens for name, values in costs.items()}
+    over = least["seeded_cpu_ms_a_token"] / least["unseeded_cpu_ms_a_token"] - 1
+    return {"rows": count, **least, "over_unseeded": over}
+
+
+def generation_cost(engine: RolloutEngine, count: int, round_: int, sampling: SamplingParams) -> tuple[float, float]:
+    """Wall and CPU seconds of ``count`` prompts, others in each round."""
+    generator = torch.Generator().manual_seed(1000 * round_ + count)
+    prompts = torch.randint(5, 90, (count, PROMPT), generator=generator).tolist()
+    requests = [Request(tuple(ids), sampling, 1000 * round_ + i) for i, ids in enumerate(prompts)]
+    wall, cpu, completions = timed(lambda: engine.generate(requests, expect_version=engine.version))
+    assert all(len(one.token_ids) == RESPONSE for one in completions)
+    return wall, cpu
 
 
 def switch_costs(engine: RolloutEngine, actor: torch.nn.Module) -> dict[str, Any]:
@@ -124,10 +155,8 @@ def switch_costs(engine: RolloutEngine, actor: torch.nn.Module) -> dict[str, Any
                 continue  # stay awake for what follows
             seconds[part].append(timed(call)[1])
     least = {f"{part}_cpu_s": min(values[1:]) for part, values in seconds.items()}
-    ratios = {
-        "sync_over_fresh_copy": least["sync_cpu_s"] / least["fresh_copy_cpu_s"],
-        "sync_awake_over_copy": least["sync_awake_cpu_s"] / least["copy_cpu_s"],
-    }
+    asleep, awake = least["sync_cpu_s"] / least["fresh_copy_cpu_s"], least["sync_awake_cpu_s"] / least["copy_cpu_s"]
+    ratios = {"sync_over_fresh_copy": asleep, "sync_awake_over_copy": awake, "sync_over_copy": max(asleep, awake)}
     return {**least, "bytes": num_bytes, **ratios}
 
 
@@ -165,29 +194,41 @@ def run_engine(name: str, model_path: str, dtype: str, actor_dtype: str) -> dict
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", help="Hugging Face folder; a random small model if not given")
-    parser.add_argument("--dtype", default="bfloat16")
-    parser.add_argument("--actor-dtype")
+    parser.add_argument("--dtype", help="of the engine; fp32 and bf16 if not given")
+    parser.add_argument("--actor-dtype", help="of the weights that are sent; the engine's if not given with --dtype")
     parser.add_argument("--engines", default=",".join(ENGINES))
     parser.add_argument("--only", help=argparse.SUPPRESS)
     parser.add_argument("--save", action="store_true")
     given = parser.parse_args()
-    actor_dtype = given.actor_dtype or given.dtype
     if given.only:
-        print(json.dumps(measure_engine(given.only, given.model, given.dtype, actor_dtype)), flush=True)
+        print(json.dumps(measure_engine(given.only, given.model, given.dtype, given.actor_dtype)), flush=True)
         os._exit(0)  # the engines' own children and threads need no goodbye
+    pairs = [(given.dtype, given.actor_dtype or given.dtype)] if given.dtype else DTYPES
+    names = [name for name in given.engines.split(",") if is_installed(name)]
+    for name in set(given.engines.split(",")) - set(names):
+        print(f"{name} is left out: it is not installed", file=sys.stderr)
     with tempfile.TemporaryDirectory() as folder:
         model = given.model or make_tiny_model(folder, size="2.5M")
-        rows = []
-        for name in given.engines.split(","):
-            if not is_installed(name):
-                print(f"{name} is left out: it is not installed", file=sys.stderr)
-                continue
-            rows.append(run_engine(name, model, given.dtype, actor_dtype))
+        rows = [run_engine(name, model, *pair) for pair in pairs for name in names]
+    label = Path(given.model).name if given.model else "random model of 2.5M"
     for row in rows:
+        work = f"{label}, {row['bytes'] / 2**20:.1f} MiB of weights in {row['actor_dtype']}"
+        row |= {"work": work, "work_of_a_sequence": f"{PROMPT} prompt and {RESPONSE} new tokens"}
+        first = next(other for other in rows if other["dtype"] == row["dtype"])
         for count in SEQUENCES:
             key = f"{count}_sequences"
-            row[key]["speed_over_hf"] = row[key]["tokens_a_second"] / rows[0][key]["tokens_a_second"]
-    report("rollout", rows)
+            row[key]["speed_over_first"] = row[key]["tokens_a_second"] / first[key]["tokens_a_second"]
+    report("rollout", [*rows, *seed_rows(rows, label)])
+
+
+def seed_rows(rows: list[dict[str, Any]], label: str) -> list[dict[str, Any]]:
+    """Take what seeds cost out of the engines' rows, each number of sequences a row of its own."""
+    found = []
+    for row in rows:
+        for costs in row.pop("seeds", []):
+            work = f"{label}, {costs['rows']} rows of {PROMPT} prompt and {RESPONSE} new tokens"
+            found.append({"what": "seeds", "engine": row["engine"], "dtype": row["dtype"], "work": work, **costs})
+    return found
 
 
 if __name__ == "__main__":

@@ -24,6 +24,13 @@ from verl.rewards.scorers import default_compute_score
 Row = tuple[str, str, Any]
 CHUNK = 50
 REPEAT = 3
+WORK = {
+    "gsm8k": "responses of {length:,} characters",
+    "math": "answers of eight spellings, one in eight needs algebra",
+    "algebra": "answers that all need algebra, in a fork server",
+    "math-verify, bare": "the same answers in the worker, without limits",
+    "code": "programs of three tests, each in its own sandbox",
+}
 WORDS = "so then we have that the sum of these two is more than what she sold on the day before".split()
 
 
@@ -84,8 +91,10 @@ def throughput(
         list(pool.map(scorer, some))
         seconds = time.perf_counter() - start
         best = max(best, sum(map(len, some)) / seconds) if number else 0.0
-    workers = pool._max_workers
-    return {"name": name, "workers": workers, "rows": share * chunk, "rows_per_s": best, "ms_a_row": 1000 / best}
+    scored, length = share * chunk, round(sum(len(row[1]) for row in rows) / len(rows), -2)
+    work = f"{scored:,} {WORK[name].format(length=length)}"
+    counts = {"workers": pool._max_workers, "rows": scored}
+    return {"name": name, "work": work, **counts, "rows_per_s": best, "ms_a_row": 1000 / best}
 
 
 def scorer_rows() -> Iterator[dict[str, Any]]:
@@ -113,7 +122,9 @@ def metrics_rows() -> Iterator[dict[str, Any]]:
         start = time.process_time()
         process_validation_metrics(sources, uids, columns | more)
         seconds = time.process_time() - start
-        yield {"name": name, "prompts": prompts, "samples": n, "draws": 1000, "cpu_s": seconds}
+        counts = {"prompts": prompts, "samples": n, "draws": 1000}
+        work = f"{prompts:,} prompts, {n} samples each, 1,000 resamples"
+        yield {"name": name, "work": work, **counts, "cpu_s": seconds}
 
 
 def main() -> None:

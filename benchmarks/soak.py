@@ -3,8 +3,8 @@
 python -m benchmarks.soak [--save] [--steps N] [--controller local|ray]
 
 A tiny model, two ranks with critic, reward functions in the sandbox, validation and checkpoints as a long run has them.
-A row a process that lives to the end, and one for all together: MiB of its own after a fifth of the steps and at the
-end, and the growth between them a step, by least squares.
+A row a process that lives to the end, one for all of them, one for shared memory: MiB of its own after a fifth of the
+steps and at the end, and the growth between them a step, by least squares.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.measure import command_cost, report
-from tests.support.runs import make_task, overrides
+from tests.support.runs import DEFAULTS, make_task, overrides
 
 SETTINGS = {
     "algorithm__adv_estimator": "gae",
@@ -61,12 +61,15 @@ def soak(controller: str, steps: int) -> list[dict[str, Any]]:
     seconds = [row["timing_s/step"] for row in metrics if "timing_s/step" in row]
     fifth = max(1, len(seconds) // 5)
     rows[-2] |= {
-        "steps": steps,
         "processes": [len(by_name[0]), len(last)],
         "seconds_a_step": [round(float(np.median(part)), 4) for part in (seconds[:fifth], seconds[-fifth:])],
         "cpu_s": round(cost["cpu_s"], 1),
     }
-    return rows
+    ranks, test, save = (SETTINGS[f"trainer__{name}"] for name in ("n_gpus_per_node", "test_freq", "save_freq"))
+    size = f"{DEFAULTS['data.train_batch_size']} prompts x {DEFAULTS['actor_rollout_ref.rollout.n']} responses"
+    work = f"tiny model with a critic, {ranks} ranks, {steps} steps of {size}, a validation every {test}, "
+    work += f"a checkpoint every {save}"
+    return [{"work": work, "steps": steps, **row} for row in rows]
 
 
 def _row(controller: str, name: str, sizes: list[int]) -> dict[str, Any]:

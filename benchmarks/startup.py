@@ -86,6 +86,15 @@ def trial_cost() -> None:
     print(f"trial / first step: {trial[0] / step[0]:.1%} of the clock, {trial[1] / step[1]:.1%} of the processor")
 
 
+def work_of(command: list[str]) -> str:
+    """Return the work of a run's step in words, from the keys on its command line and the model they name."""
+    keys = dict(word.split("=", 1) for word in command if "=" in word)
+    model = json.loads((Path(keys["actor_rollout_ref.model.path"]) / "config.json").read_text())
+    prompts, n = keys["data.train_batch_size"], keys["actor_rollout_ref.rollout.n"]
+    size = f"{model['num_hidden_layers']} layers {model['hidden_size']} wide"
+    return f"{prompts} prompts x {n} responses of at most {keys['data.max_response_length']} tokens, {size}"
+
+
 def main() -> None:
     if "--trial" in sys.argv:
         trial_cost()
@@ -111,7 +120,8 @@ def main() -> None:
         for name, (command, expect) in commands.items():
             costs = [command_cost(command, {"OMP_NUM_THREADS": "1"}, expect) for _ in range(repeat)]
             cpu, wall = ([cost[kind] for cost in costs] for kind in ("cpu_s", "wall_s"))
-            rows.append({"what": name, "cpu_s": spread(cpu), "wall_s": min(wall)})
+            work = work_of(command) if name.startswith("first step") else ""
+            rows.append({"what": name, "work": work, "cpu_s": spread(cpu), "wall_s": min(wall)})
     torch_seconds = rows[1]["cpu_s"]["min"]
     for row in rows:
         row["ratio_to_import_torch"] = row["cpu_s"]["min"] / torch_seconds

@@ -86,7 +86,8 @@ def whole_steps(name: str, arguments: list[str]) -> dict[str, Any]:
     seconds = [later - earlier for (earlier, _), (later, _) in pairwise(ends[1:])]
     tokens = [count for _, count in ends[2:]]
     per_token = [1000 * s / t for s, t in zip(seconds, tokens, strict=True)]
-    row = {"what": name, "cpu_s_a_step": spread(seconds), "cpu_ms_a_token": spread(per_token), "tokens": tokens[-1]}
+    row = {"what": name, "work": f"{name}; {tokens[-1]:,} tokens", "tokens": tokens[-1]}
+    row |= {"cpu_s_a_step": spread(seconds), "cpu_ms_a_token": spread(per_token)}
     # two calls a step
     return row | {"canary_share": sum(canaries[4:]) / sum(seconds)}
 
