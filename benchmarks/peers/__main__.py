@@ -4,7 +4,8 @@
 
 makes an environment for each peer from the package index (kept in ``--folder``), gives all sides the same model,
 prompts, reward, lengths and settings, and prints ratios and JSON. A ratio is printed only where the counts agree: the
-tokens of every step, or the sum of what a function computed. Costs are CPU seconds of the whole process tree, user and
+tokens of every step, or the sum of what a function computed; else the row says why there is none, and the exit code of
+the command is 1. Costs are CPU seconds of the whole process tree, user and
 system, one thread each; of all turns the least counts, since what else the machine does can only add. ``--save`` writes
 ``benchmarks/results/peers.json``, from which ``python -m benchmarks.table`` makes the README's table.
 
@@ -23,6 +24,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from benchmarks.measure import commit, work_words
 from benchmarks.peers.environments import interpreter, versions
 from benchmarks.peers.work import STEPS, make, verl_keys
 
@@ -39,10 +41,6 @@ QUIET = {
     "RAY_AUTH_MODE": "disabled",
     "WANDB_MODE": "offline",
 }
-
-
-class UnequalWork(Exception):
-    """Sides that did not do the same; no ratio is made of their costs."""
 
 
 def run(command: list[Any], environment: dict[str, str], cwd: Path) -> None:
@@ -91,28 +89,30 @@ def step_costs(marks: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def compared(what: str, work: str, unit: str, costs: dict[str, float], counts: dict[str, Any]) -> dict[str, Any]:
-    """Return a row with the ratio of each peer to this project.
+    """Return a row with the ratio of each peer to this project, or with the reason why there is none.
 
-    Raises:
-        UnequalWork: the counts of two sides differ.
+    Args:
+        counts: of each side what tells that it did the same work, as `is_equal` compares it.
     """
-    for side in costs:
-        check_equal(what, side, counts[HERE], counts[side])
-    ratios = {}
-    for side, own in AGAINST.items():
-        if side in costs:
-            ratios[side] = costs[side] / costs.get(own, costs[HERE])
-    return {"what": what, "work": work, "unit": unit, "cost": costs, "ratio": ratios, "counts": counts[HERE]}
+    ratios: dict[str, float] = {}
+    reasons: dict[str, str] = {}
+    for side in costs.keys() - {HERE}:
+        own = AGAINST[side] if AGAINST.get(side) in costs else HERE
+        if not is_equal(counts[own], counts[side]):
+            reasons[side] = f"not the same work, so there is no ratio: {own} {counts[own]}, {side} {counts[side]}"
+        elif side in AGAINST:
+            ratios[side] = costs[side] / costs[own]
+    row = {"what": what, "work": work, "unit": unit, "cost": costs, "ratio": ratios, "counts": counts}
+    return row | ({"unequal": reasons} if reasons else {})
 
 
-def check_equal(what: str, side: str, own: Any, other: Any) -> None:
+def is_equal(own: Any, other: Any) -> bool:
     """Compare counts exactly, and sums of results to a ten-thousandth, which is the order of their additions."""
-    if isinstance(own, float):
-        equal = abs(own - other) <= 1e-4 * abs(own)
-    else:
-        equal = own == other
-    if not equal:
-        raise UnequalWork(f"{what}: here {own}, {side} {other}: not the same work, so there is no ratio.")
+    if isinstance(own, list | tuple) and isinstance(other, list | tuple):
+        return len(own) == len(other) and all(map(is_equal, own, other))
+    if isinstance(own, float) and isinstance(other, float):
+        return abs(own - other) <= 1e-4 * abs(own)
+    return own == other
 
 
 def measure_steps(name: str, sides: dict[str, Path], args: argparse.Namespace) -> list[dict[str, Any]]:
@@ -161,30 +161,40 @@ def measure_functions(sides: dict[str, Path], args: argparse.Namespace) -> list[
                 for key in {"cpu_ms", "wall_ms", "products_cpu_ms"} & now.keys():
                     before[key] = min(before[key], now[key])
     rows = []
-    for here, there in zip(best[HERE], best["verl"], strict=True):
-        key = "cpu_ms" if "cpu_ms" in here else "wall_ms"
-        unit = key.replace("cpu_ms", "CPU ms").replace("wall_ms", "ms")
-        check_equal(here["what"], "verl", here["work"], there["work"])
-        counts = {HERE: here["check"], "verl": there["check"]}
-        row = compared(here["what"], work_words(here["work"]), unit, {HERE: here[key], "verl": there[key]}, counts)
-        if "products_cpu_ms" in here:
-            row["products_cpu_ms"] = min(here["products_cpu_ms"], there["products_cpu_ms"])
-        rows.append(row)
+    theirs = {row["what"]: row for row in best["verl"]}
+    for here in best[HERE]:
+        found = {HERE: here, **({"verl": theirs[here["what"]]} if here["what"] in theirs else {})}
+        rows.append(function_row(found, equal_to=next((r for r in best[HERE] if r["what"] == here.get("of")), here)))
     return rows
 
 
-def work_words(work: dict[str, int]) -> str:
-    size = f"{work['rows']} x {work['width']}" if "width" in work else f"{work['rows']} rows"
-    others = [f"{count:,} {name}" for name, count in work.items() if name not in ("rows", "width")]
-    return ", ".join([size, *others])
+def function_row(found: dict[str, dict[str, Any]], equal_to: dict[str, Any]) -> dict[str, Any]:
+    """Return the row of one function.
+
+    Args:
+        found: what each side measured.
+        equal_to: this project's row of the public form, which another form must compute the same as.
+    """
+    here = found[HERE]
+    key = "cpu_ms" if "cpu_ms" in here else "wall_ms"
+    unit = key.replace("cpu_ms", "CPU ms").replace("wall_ms", "ms")
+    counts = {side: [row["work"], row["check"]] for side, row in found.items()}
+    costs = {side: row[key] for side, row in found.items()}
+    row = compared(here["what"], work_words(here["work"]), unit, costs, counts)
+    if not is_equal(expected := [equal_to["work"], equal_to["check"]], counts[HERE]):
+        reason = f"not the same result as {equal_to['what']!r}: {expected}, and {counts[HERE]}"
+        row["unequal"] = {HERE: reason}
+    if "products_cpu_ms" in here:
+        row["products_cpu_ms"] = min(row["products_cpu_ms"] for row in found.values())
+    return row
 
 
 def save(result: dict[str, Any]) -> None:
-    """Write the result; parts that were not measured now stay where they were measured with the same versions."""
+    """Write the result; parts that were not measured now stay if commit and versions are the same."""
     rows = result["rows"]
     if RESULT.exists():
-        saved, same = json.loads(RESULT.read_text()), ("versions", "cores", "options here")
-        if all(saved[key] == result[key] for key in same):
+        saved, same = json.loads(RESULT.read_text()), ("commit", "versions", "cores", "options here")
+        if all(saved.get(key) == result[key] for key in same):
             measured = {row["part"] for row in rows}
             rows = rows + [row for row in saved["rows"] if row["part"] not in measured]
     order = [*STEPS, "functions"]
@@ -196,7 +206,7 @@ def say(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
-def main() -> None:
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--trl", nargs="?", const="1.16.0", metavar="VERSION", help="beside TRL, 1.16.0 unless said")
     parser.add_argument("--verl", nargs="?", const="0.5.0", choices=["0.5.0"], help="beside verl of the index")
@@ -215,6 +225,7 @@ def main() -> None:
             sides[peer] = interpreter(peer, release, args.folder)
     result: dict[str, Any] = {
         "benchmark": "peers",
+        "commit": commit(),
         "versions": {side: versions(python, args.folder) for side, python in sides.items() if side != RAY},
         "cores": os.cpu_count(),
         "options here": args.option,
@@ -232,10 +243,14 @@ def main() -> None:
             save(result)
     print(json.dumps(result, indent=1))
     for row in result["rows"]:
+        name = f"{row['what']}, {row['unit']} ({row['work']})"
         for side, ratio in row["ratio"].items():
             own = AGAINST[side] if AGAINST[side] in row["cost"] else HERE
-            print(f"{ratio:6.2f}  {side} / {own}: {row['what']}, {row['unit']} ({row['work']})")
+            print(f"{ratio:6.2f}  {side} / {own}: {name}")
+        for side, reason in row.get("unequal", {}).items():
+            print(f"     -  {side}: {name}: {reason}")
+    return int(any("unequal" in row for row in result["rows"]))
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())
