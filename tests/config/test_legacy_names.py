@@ -70,7 +70,7 @@ def test_a_feature_that_is_not_built_and_off_is_left_out_with_a_word(word):
         (f"{A}.megatron.dynamic_context_parallel=true", "context_parallel_size"),
         (f"{A}.strategy=mindspeed", "fsdp2"),
         ("critic.strategy=veomni", "fsdp2"),
-        (f"{R}.quantization=fp8", "engine_kwargs.vllm.quantization"),
+        (f"{R}.quantization=fp8", "rollout.dtype"),
         ("transfer_queue.enable=true", "shared memory"),
         ("actor_rollout_ref.model.lora.merge=true", "lora_sync=merge"),
     ],

@@ -86,6 +86,78 @@ def test_a_whole_release_is_accepted_as_one_command_line(column):
     assert not load([*words, *sizes]).problems
 
 
+REWARD_MODEL = ("reward_model.enable=true", "data.return_raw_chat=true", "reward_model.rollout.name=vllm")
+
+
+@pytest.mark.parametrize("pool", [False, True], ids=["on the devices of training", "on its own"])
+@pytest.mark.parametrize("column", range(len(RELEASES)), ids=RELEASES)
+@pytest.mark.parametrize("section", ["reward_model.rollout", "reward.reward_model.rollout"])
+def test_a_reward_model_takes_all_defaults_of_a_release_for_its_engine(section, column, pool):
+    rows = {key: row[column] for key, row in release_keys().items() if key.startswith(f"{section}.")}
+    words = [word_of(key, row.value) for key, row in rows.items() if row is not None and not key.endswith(".name")]
+    own = [f"reward_model.{name}" for name in ("enable_resource_pool=true", "nnodes=1", "n_gpus_per_node=2")]
+    loaded = load_over(RUNNABLE, [*REWARD_MODEL, *words, *own * pool])
+    assert not loaded.problems
+    said = [text for text in loaded.warnings if "is now called" not in text and "null keeps the default" not in text]
+    assert said == ["reward_model.rollout.free_cache_engine=true has no effect: its devices are its own"] * bool(
+        pool and words and "+reward_model.rollout.free_cache_engine=null" not in words
+    )
+
+
+def test_a_teacher_takes_all_defaults_of_a_release_for_its_engine():
+    section = "distillation.teacher_models.teacher_model"
+    rows = {key: row[4].value for key, row in release_keys().items() if key.startswith(f"{section}.inference.")}
+    words = [word_of(key, value) for key, value in rows.items() if not key.endswith(".name")]
+    apart = ["distillation.enabled=true", f"{section}.model_path=a", "distillation.nnodes=1",
+             "distillation.n_gpus_per_node=2", f"{section}.inference.name=vllm"]  # fmt: skip
+    assert notes(*apart, *words) == notes(*apart) and len(words) == 21
+    assert "data, expert and pipeline" in problems(*apart, f"{section}.inference.data_parallel_size=2")
+
+
+def with_reward_engine(entries):
+    return (*REWARD_MODEL[:2], f"reward_model.rollout={{name: vllm, {entries}}}")
+
+
+@pytest.mark.parametrize(
+    ("entries", "name"),
+    [
+        ("full_determinism: true", "full determinism"),
+        ("quantization: fp8", "quantization by a key of its own"),
+        ("mtp: {enable: true}", "multi-token prediction"),
+        ("disaggregation: {enabled: true}", "prefill and decoding on different devices"),
+        ("data_parallel_size: 2", "data, expert and pipeline parallelism"),
+        ("expert_parallel_size: 2", "data, expert and pipeline parallelism"),
+    ],
+)
+def test_the_engine_of_a_reward_model_is_refused_what_the_policys_is(entries, name):
+    text = problems(*with_reward_engine(entries))
+    assert f"reward_model.rollout.{entries.split(': ')[0]}" in text and f"asks for {name}" in text
+
+
+def test_old_names_of_a_reward_models_engine_are_followed_and_what_it_does_not_read_is_said():
+    words = with_reward_engine("cudagraph_capture_sizes: [1,2], scheduling_policy: priority, seed: 7, n: 4, "
+                               "limit_images: 3, layered_summon: true, max_num_seqs: null")  # fmt: skip
+    options = typed(*words).reward_model.engine_options()
+    assert options.engine_kwargs["vllm"] == {"cudagraph_capture_sizes": [1, 2], "scheduling_policy": "priority"}
+    assert options.max_num_seqs == 1024
+    said = notes(*words)
+    assert "reward_model.rollout.seed=7 has no effect: trainer.seed is for all" in said
+    assert "reward_model.rollout: null keeps the default of max_num_seqs" in said
+    assert all(f"reward_model.rollout.{name}" in said for name in ("n=4", "limit_images=3", "layered_summon=true"))
+
+
+def test_arguments_of_another_engine_are_said_of_a_reward_model_too():
+    words = [*REWARD_MODEL[:2], "reward_model.rollout={name: sglang, enable_prefix_caching: false}"]
+    assert "engine_kwargs.vllm={'enable_prefix_caching': False} has no effect" in notes(*words)
+
+
+def test_a_reward_engine_on_devices_of_its_own_never_sleeps():
+    words = [f"reward_model.{name}" for name in ("enable_resource_pool=true", "nnodes=1", "n_gpus_per_node=2")]
+    shared, own = (typed(*with_reward_engine("free_cache_engine: true"), *pool) for pool in ([], words))
+    assert shared.reward_model.engine_options().free_cache_engine
+    assert not own.reward_model.engine_options().free_cache_engine
+
+
 def test_no_feature_is_named_twice_and_no_key_has_two():
     keys = [key for feature in features() for key in feature.keys]
     assert len(keys) == len(set(keys)) and len({feature.name for feature in features()}) == len(features())

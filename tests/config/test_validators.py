@@ -413,6 +413,8 @@ BAD = {
         "runs no classifier"),
     "a reward model on no devices": ([*RM, "reward_model.enable_resource_pool=true"], "Raise both to 1 or more"),
 }  # fmt: skip
+    "a classifier without its weights": ([*RM, "reward_model.rollout={name: vllm, load_format: dummy}"],
+        "reads no weights"),
 
 
 def test_the_runnable_configuration_has_no_problem():

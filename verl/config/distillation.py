@@ -5,6 +5,7 @@ from typing import Any, Literal
 
 from verl.config.actor import FrozenModelConfig
 from verl.config.base import Config, Problem, option, plain, read_if, section
+from verl.config.engine_options import READ, engine_options
 from verl.config.rollout import RolloutConfig
 from verl.config.tree import build
 
@@ -17,12 +18,6 @@ DistillationMode = Literal[
 of KL(policy || teacher) from the sampled tokens."""
 
 _PG = read_if("use_policy_gradient")
-
-_UNREAD_INFERENCE = (
-    "cudagraph_capture_sizes", "data_parallel_size", "enable_prefix_caching", "expert_parallel_size",
-    "skip_tokenizer_init",
-)  # fmt: skip
-"""Names that verl's releases have in ``inference`` and that change nothing here."""
 
 
 @dataclass
@@ -150,8 +145,15 @@ class TeacherModelConfig(Config):
         """Does it run behind servers?"""
         return bool(self.server_urls)
 
-    def rollout(self, policy: RolloutConfig, key: str = "inference", problems: list[Problem] | None = None) -> Any:
-        """Options of the rollout engine of ``inference``, a RolloutConfig; what is wrong goes to ``problems``.
+    def rollout(
+        self,
+        policy: RolloutConfig,
+        key: str = "inference",
+        problems: list[Problem] | None = None,
+        notes: list[str] | None = None,
+    ) -> RolloutConfig:
+        """Options of the rollout engine of ``inference``; what is wrong goes to ``problems``, what has no effect to
+        ``notes``.
 
         Args:
             policy: ``actor_rollout_ref.rollout``.
@@ -169,12 +171,8 @@ class TeacherModelConfig(Config):
             tensor_model_parallel_size=1,
             temperature=1.0,
         )
-        given = {
-            name: value
-            for name, value in plain(self.inference).items()
-            if name not in _UNREAD_INFERENCE and not (name == "max_model_len" and value is None)
-        }
-        return build(base, given, key, [] if problems is None else problems)
+        given = {name: value for name, value in self.inference.items() if name != "max_model_len" or value is not None}
+        return engine_options(base, given, key, problems, notes, (*READ, "temperature"))
 
 
 @dataclass

@@ -185,6 +185,11 @@ _BY_NAME: dict[str, Moved | RemovedOption] = {
 }
 
 
+def rows_below(section: str) -> dict[str, Moved | RemovedOption]:
+    """The rows of the old names that stand below a section."""
+    return {old: entry for old, entry in _BY_NAME.items() if old.startswith(f"{section}.")}
+
+
 def is_legacy(key: str) -> bool:
     """Is this a name that a release of verl has for an option, or for something that is not built?"""
     is_moved = today(key) != key or entry_of(key) is not None

@@ -1,16 +1,15 @@
 """Sources of scores: a function, a manager around it, or a reward model."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal
 
 from verl.batch import MicroBatching
-from verl.config.base import Config, Problem, ReadIf, option, plain, read_if, section
-from verl.config.distillation import _UNREAD_INFERENCE
+from verl.config.base import Config, Problem, ReadIf, option, read_if, section
 from verl.config.engine import DeepSpeedConfig, FSDPConfig, Strategy
+from verl.config.engine_options import READ, engine_options
 from verl.config.megatron import MegatronConfig
 from verl.config.profiler import ProfilerConfig
 from verl.config.rollout import RolloutConfig
-from verl.config.tree import build
 
 
 @dataclass
@@ -360,8 +359,9 @@ class RewardModelConfig(Config):
         has_own = self.enable_resource_pool and self.has_workers
         return [self.n_gpus_per_node] * self.nnodes if has_own else []
 
-    def engine_options(self, problems: list[Problem] | None = None) -> Any:
-        """Options of the rollout engine of ``rollout``, a RolloutConfig; what is wrong goes to ``problems``."""
+    def engine_options(self, problems: list[Problem] | None = None, notes: list[str] | None = None) -> RolloutConfig:
+        """Options of the rollout engine of ``rollout``; what is wrong goes to ``problems``, what has no effect to
+        ``notes``."""
         base = RolloutConfig(
             load_format="auto",
             free_cache_engine=self.shares_devices,
@@ -369,8 +369,12 @@ class RewardModelConfig(Config):
             prompt_length=2048,
             response_length=2048,
         )
-        given = {name: value for name, value in plain(self.rollout).items() if name not in _UNREAD_INFERENCE}
-        return build(base, given, "reward_model.rollout", [] if problems is None else problems)
+        # a classifier reads texts and samples nothing; a judge is told by each request how to sample
+        reads = READ if self.enable else (*READ, "limit_images", "use_fire_sampling")
+        options = engine_options(base, self.rollout, "reward_model.rollout", problems, notes, reads)
+        if options.free_cache_engine and not self.shares_devices:  # nothing would wake it
+            options = replace(options, free_cache_engine=False)
+        return options
 
     @property
     def sharding(self) -> FSDPConfig | MegatronConfig:

@@ -216,10 +216,9 @@ def distillation_options_unused(config: PPOConfig, is_given: IsGiven) -> Iterato
         ignored = ["num_replicas", "inference"]
         if name in options.in_rollout_engines:
             ignored = ["num_replicas"]
-            for name_there in ("data_parallel_size", "expert_parallel_size"):
-                if (teacher.inference.get(name_there) or 1) != 1:
-                    text = f"{_MODELS}.{name}.inference.{name_there} has no effect: every tensor_model_parallel_size "
-                    yield Problem(_MODELS, f"{text}workers hold a copy of the teacher")
+            notes: list[str] = []
+            teacher.rollout(config.actor_rollout_ref.rollout, f"{_MODELS}.{name}.inference", None, notes)
+            yield from (Problem(_MODELS, note) for note in notes)
         if teacher.is_served:
             where = f"the teacher runs on {_MODELS}.{name}.server_urls"
         else:

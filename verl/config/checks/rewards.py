@@ -208,6 +208,9 @@ def reward_engine_has_devices(config: PPOConfig) -> Iterator[Problem]:
         if devices % (size := options.tensor_model_parallel_size):
             text = f"has tensor_model_parallel_size={size}, which does not divide the {devices} devices of "
             yield problem(config, f"{RM}.rollout", f"{text}nnodes x n_gpus_per_node. Choose a divisor.")
+        if options.load_format.startswith("dummy"):
+            text = f"has load_format={options.load_format}, which reads no weights. Leave it out, or set it to auto."
+            yield problem(config, f"{RM}.rollout", text)
         policy = config.actor_rollout_ref
         shares = options.gpu_memory_utilization + policy.rollout.gpu_memory_utilization
         if rm.shares_devices and not options.free_cache_engine:
@@ -272,6 +275,17 @@ def reward_server_options_unused(config: PPOConfig, is_given: IsGiven) -> Iterat
     else:
         keys = [f"{RM}.{name}" for name in (*_OWN_DEVICES, "strategy", "micro_batch_size_per_gpu")]
         yield from unused(config, keys, is_given, f"the reward model runs on {RM}.server_urls")
+
+
+@validator("warning")
+def reward_engine_options_unused(config: PPOConfig) -> Iterator[Problem]:
+    rm, notes = config.reward_model, list[str]()
+    if not rm.runs_server:
+        return
+    rm.engine_options(None, notes)
+    if rm.rollout.get("free_cache_engine") and not rm.shares_devices:
+        notes.append(f"{RM}.rollout.free_cache_engine=true has no effect: its devices are its own")
+    yield from (Problem(f"{RM}.rollout", note) for note in notes)
 
 
 @validator("warning")
