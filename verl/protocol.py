@@ -252,6 +252,11 @@ class DataProto:
             )
         return packed
 
+    def row_sums(self, name: str) -> Tensor:
+        """(B,) float64: the sum of each row of one tensor column."""
+        column = self._column(name)
+        return column.row_sums() if isinstance(column, Ragged) else column.double().sum(-1)
+
     def packed(self) -> DataProto:
         """The same rows with every known column packed; columns of unknown or unfitting shape stay padded."""
         data = self.select()
@@ -496,6 +501,10 @@ class DataProto:
             if self.is_remote(name):
                 _ = self._ragged[name].values
         return self
+
+    def is_packed(self, name: str) -> bool:
+        """Whether a tensor column is kept without padding."""
+        return name in self._ragged
 
     def is_remote(self, name: str) -> bool:
         """Whether a tensor column has stayed with the workers that made it; to read it is to fetch it."""

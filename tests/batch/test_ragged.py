@@ -12,6 +12,7 @@ from verl.batch.ragged import (
     GatheredRows,
     Layout,
     Ragged,
+    RowValues,
     cat_columns,
     join_windows,
     select_columns,
@@ -298,3 +299,72 @@ def test_columns_joined_later_hold_the_rows_that_they_would_now(layout, data):
     assert chosen.shape == now["x"].select(rows).shape
     assert torch.equal(chosen.values, now["x"].select(rows).values)
     assert torch.equal(later["x"].padded(), now["x"].padded())
+
+
+@st.composite
+def row_values(draw):
+    """A column of one number a row, and the same column with all its values."""
+    layout = draw(layouts())
+    numbers = torch.arange(1, 1 + len(layout), dtype=torch.float32) / 4
+    at = None
+    if draw(st.booleans()):
+        at = torch.tensor([draw(st.integers(0, max(n - 1, 0))) for n in layout.lengths.tolist()], dtype=torch.int64)
+    given = RowValues(numbers, layout, at)
+    values = torch.zeros(layout.total)
+    for row, (first, last) in enumerate(zip(layout.offsets.tolist(), layout.offsets.tolist()[1:], strict=False)):
+        if at is None:
+            values[first:last] = numbers[row]
+        elif last > first:
+            values[first + int(at[row])] = numbers[row]
+    return given, Ragged(values, layout)
+
+
+@quick
+@given(row_values(), st.data())
+def test_one_number_a_row_is_the_column_of_its_values(columns, data):
+    given, whole = columns
+    rows = torch.tensor(
+        data.draw(st.lists(st.integers(0, len(given.layout) - 1), max_size=6) if len(given.layout) else st.just([])),
+        dtype=torch.int64,
+    )
+    first, last = sorted(data.draw(st.tuples(st.integers(0, 7), st.integers(0, 7))))
+    changes = [
+        lambda column: column,
+        lambda column: column.select(rows),
+        lambda column: column.slice(first, last),
+        lambda column: Ragged.cat([column, column.slice(first, last)]),
+        lambda column: column.copied(),
+        lambda column: pickle.loads(pickle.dumps(column)),
+    ]
+    for change in changes:
+        found, expected = change(given), change(whole)
+        assert torch.equal(found.values, expected.values) and found.layout == expected.layout
+        assert found.shape == expected.shape and found.dtype == expected.dtype
+    kept = RowValues(given.numbers, given.layout, given.at).select(rows)
+    assert isinstance(kept, RowValues) and "values" not in vars(kept)
+    filled = given.layout.lengths > 0
+    assert torch.equal(given.row_sums()[filled], whole.row_sums()[filled])
+    if bool(filled.all()):
+        assert torch.equal(given.padded(), whole.padded())
+
+
+def test_the_number_of_a_row_without_tokens_is_in_its_padding():
+    layout = Layout(torch.tensor([0, 0]), torch.tensor([0, 2]), 3)
+    rewards = RowValues.on_last_tokens(torch.tensor([4.0, 5.0]), layout)
+    assert rewards.padded().tolist() == [[4.0, 0.0, 0.0], [0.0, 5.0, 0.0]]
+    assert rewards.row_sums().tolist() == [4.0, 5.0]
+    assert rewards.values.tolist() == [0.0, 5.0]
+
+
+def test_one_number_a_row_takes_its_bytes_on_the_wire_and_shows_changes():
+    layout = Layout(torch.zeros(8, dtype=torch.int64), torch.full((8,), 1000), 1000)
+    numbers = torch.rand(8)
+    column = RowValues(numbers, layout)
+    before = column.version
+    assert len(pickle.dumps(column)) < 1000
+    assert "values" not in vars(column), "nothing of the size of the tokens was made"
+    assert column.version == before
+    _ = column.values
+    assert column.version == before, "making the values is no change of theirs"
+    column.values[0] = 7
+    assert column.version != before

@@ -10,6 +10,7 @@ from tests.algorithms.advantages.estimators import BASELINE_FREE, CREDIT, NAMES,
 from verl.algorithms.advantages import NonFiniteError, register_adv_est
 from verl.algorithms.losses import imitation_loss
 from verl.algorithms.reward_shaping import onto_sampled_tokens
+from verl.batch.ragged import RowValues
 from verl.config.algorithm import AlgorithmConfig
 from verl.protocol import DataProto
 from verl.trainer.ppo.experience import (
@@ -19,6 +20,7 @@ from verl.trainer.ppo.experience import (
     compute_response_mask,
     response_column,
 )
+from verl.trainer.ppo.metric_utils import compute_data_metrics
 from verl.trainer.ppo.rollout_correction import reject_tokens
 
 
@@ -211,3 +213,38 @@ def test_a_rejected_last_token_leaves_its_score_to_the_response():
     mask, scores = (response_column(data, name) for name in ("response_mask", "token_level_scores"))
     assert mask.tolist() == [[1, 1, 0], [1, 1, 0]] and scores.tolist() == [[0, 1.0, 0], [0, 2.0, 0]]
     assert (imitation_loss(torch.full((2, 3), -1.0), scores, mask) > 0).sum() == 4
+
+
+@settings(deadline=None, max_examples=80)
+@given(st.lists(st.lists(st.booleans(), min_size=1, max_size=8), min_size=1, max_size=5))
+def test_one_reward_a_row_goes_to_the_token_that_a_padded_reward_goes_to(masks):
+    """Tool output is masked: the score on a response's last token goes to the sampled token before it."""
+    lengths = [len(mask) for mask in masks]
+    padded_mask = torch.tensor([[int(own) for own in mask] + [0] * (8 - len(mask)) for mask in masks])
+    numbers = torch.arange(1, 1 + len(masks), dtype=torch.float32)
+    results = []
+    for is_padded in (False, True):
+        data = batch_of([2] * len(masks), lengths)
+        data.put("response_mask", padded_mask)
+        rewards = RowValues.on_last_tokens(numbers, data.ragged("responses").layout)
+        attach_reward(data, rewards.padded() if is_padded else rewards, {})
+        results.append(response_column(data, "token_level_scores"))
+    assert torch.equal(*results)
+
+
+def test_scores_and_advantages_stay_one_number_a_row_up_to_the_metrics():
+    data = batch_of([3, 3, 3, 3], [5, 2, 8, 1]).packed()
+    data.put("response_mask", data.ragged("responses").constant(1))
+    rewards = RowValues.on_last_tokens(torch.tensor([0.0, 1.0, 1.0, 0.0]), data.ragged("responses").layout)
+    attach_reward(data, rewards, {})
+    data.put("token_level_rewards", data.ragged("token_level_scores"))
+    compute_advantage(data, "grpo", config=AlgorithmConfig())
+    metrics = compute_data_metrics(data, use_critic=False)
+    for name in ("token_level_scores", "token_level_rewards", "advantages", "returns"):
+        column = data.ragged(name)
+        assert isinstance(column, RowValues) and "values" not in vars(column), f"{name} was laid out"
+
+    padded = DataProto.from_dict(
+        tensors={name: data.column(name) for name in data.keys()}, non_tensors=dict(data.non_tensor_batch)
+    )
+    assert metrics == pytest.approx(compute_data_metrics(padded, use_critic=False), rel=1e-12)

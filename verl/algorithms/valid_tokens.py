@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from verl.batch.ragged import Column, Layout, Ragged
+from verl.batch.ragged import Column, Layout, Ragged, RowValues
 
 BLOCK = 64
 """Tokens per block: long enough for efficient matrix products, short enough to waste little on the ends of rows."""
@@ -192,6 +192,8 @@ def tokens_of(mask: Column) -> ValidTokens:
 
 def row_sums(column: Column) -> Tensor:
     """Sum each row: (B, R) to (B,)."""
+    if isinstance(column, RowValues) and column.at is not None:
+        return column.numbers
     return column.layout.sum(column.values) if isinstance(column, Ragged) else column.sum(-1)
 
 

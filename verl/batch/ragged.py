@@ -383,6 +383,8 @@ class _Change(NamedTuple):
     """Old values -> new ones."""
     rows: np.ndarray | None = None
     """The old rows that are the new ones; None: all, and they change otherwise."""
+    span: slice | None = None
+    """The old rows, where the new ones are views of them."""
 
 
 Column = Tensor | Ragged
@@ -415,6 +417,93 @@ class CountedPositions(Ragged):
 
     def __reduce__(self):
         return CountedPositions, (self.layout,)
+
+
+class RowValues(Ragged):
+    """One number a row: on each of its tokens, or on one of them and 0 on the others.
+
+    Scores and the advantages of most estimators are such columns. The values (T,) are made when they are first read.
+    """
+
+    def __init__(self, numbers: Tensor, layout: Layout, at: Tensor | None = None):
+        """``numbers``: (B,); ``at``: (B,) int64, the token that has it, counted from the row's first; None: all have.
+
+        A row without tokens shows its number in `padded` and in `row_sums` alone.
+        """
+        vars(self).update(numbers=numbers, layout=layout, at=at, fill=0)
+
+    numbers: Tensor
+    at: Tensor | None
+
+    @staticmethod
+    def on_last_tokens(numbers: Tensor, layout: Layout) -> RowValues:
+        """The numbers (B,) on the last token of each row."""
+        return RowValues(numbers, layout, (layout.lengths - 1).clamp(min=0))
+
+    @cached_property
+    def values(self) -> Tensor:
+        layout = self.layout
+        if self.at is None:
+            values = layout.spread(self.numbers)
+        else:
+            values = self.numbers.new_zeros(layout.total)
+            filled = layout.lengths > 0
+            values[(layout.offsets[:-1] + self.at)[filled]] = self.numbers[filled]
+        vars(self)["_version_made"] = values._version
+        return values
+
+    @property
+    def shape(self) -> torch.Size:
+        return torch.Size((len(self.layout), self.layout.width))
+
+    @property
+    def device(self) -> torch.device:
+        return self.numbers.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.numbers.dtype
+
+    def is_finite(self) -> bool:
+        return bool(self.numbers.sum().isfinite())
+
+    def row_sums(self, mask: Ragged | None = None) -> Tensor:
+        if mask is not None or self.at is None:
+            return super().row_sums(mask)
+        return self.numbers.detach().double()
+
+    def padded(self) -> Tensor:
+        if self.at is None or not self.layout.width:
+            return super().padded()
+        column = (self.layout.starts + self.at).clamp(max=self.layout.width - 1)
+        return self.numbers.new_zeros(self.shape).scatter_(1, column[:, None], self.numbers[:, None])
+
+    def with_layout(self, layout: Layout) -> Ragged:
+        return self if layout is self.layout else RowValues(self.numbers, layout, self.at)
+
+    def copied(self) -> Ragged:
+        return RowValues(self.numbers.clone(), self.layout, self.at)
+
+    def _mapped(self, each: Callable[[Ragged], Ragged], change: Callable[[Layout], _Change]) -> Ragged:
+        made = change(self.layout)
+        rows = made.span if made.rows is None else torch.from_numpy(made.rows)
+        if rows is None or "values" in vars(self):
+            return super()._mapped(each, change)
+        return RowValues(self.numbers[rows], made.layout, None if self.at is None else self.at[rows])
+
+    @property
+    def anchor(self) -> Any:
+        return self.numbers
+
+    @property
+    def version(self) -> int:
+        changes = self.values._version - vars(self)["_version_made"] if "values" in vars(self) else 0
+        return self.numbers._version + changes
+
+    def __reduce__(self):
+        if self.at is None and "values" not in vars(self):
+            return Ragged._from_wire, ("row", *tensor_to_numpy(self.numbers), None, self.layout, self.fill)
+        return super().__reduce__()
 
 
 class JoinedTokens(Ragged):
@@ -673,6 +762,9 @@ class EncodedColumn:
         """The whole column; None if its rows are better encoded by themselves."""
         if column.fill == "position" or isinstance(column, GatheredRows):
             return None
+        if isinstance(column, RowValues) and column.at is None and "values" not in vars(column):
+            array, carried = tensor_to_numpy(column.numbers)
+            return EncodedColumn(("row", array, carried, None), column.layout, column.fill)
         values = column.values.detach().cpu()
         kind, array, carried, dtype = _form(values, column.layout)
         if kind == "rare":
@@ -798,7 +890,7 @@ def slice_columns(columns: Mapping[str, Ragged], first: int, last: int) -> dict[
         begin, end, _ = slice(first, last).indices(len(layout))
         end = max(begin, end)
         first_token, last_token = int(layout.offsets[begin]), int(layout.offsets[end])
-        return _Change(layout.slice(begin, end), lambda old: old[first_token:last_token])
+        return _Change(layout.slice(begin, end), lambda old: old[first_token:last_token], span=slice(begin, end))
 
     return _map_columns(columns, change)
 
@@ -825,6 +917,10 @@ def _joined(pieces: list[Ragged], layout: Layout, joined: Callable[[list[Ragged]
     """One column of several; those that are derived stay so."""
     if all(isinstance(piece, CountedPositions) for piece in pieces):
         return CountedPositions(layout)
+    by_row = [piece for piece in pieces if isinstance(piece, RowValues) and "values" not in vars(piece)]
+    if len(by_row) == len(pieces) and len({(piece.at is None, piece.dtype, piece.device) for piece in by_row}) == 1:
+        at = None if by_row[0].at is None else torch.cat([piece.at for piece in by_row if piece.at is not None])
+        return RowValues(torch.cat([piece.numbers for piece in by_row]), layout, at)
     derived = [piece for piece in pieces if isinstance(piece, JoinedTokens) and "values" not in vars(piece)]
     if len(derived) == len(pieces):
         return JoinedTokens(joined([p.prompt for p in derived]), joined([p.response for p in derived]), layout)

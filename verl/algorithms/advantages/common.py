@@ -13,7 +13,7 @@ from torch import Tensor
 
 from verl.algorithms.registry import About, Registry, takes_ragged
 from verl.algorithms.valid_tokens import BLOCK, ValidTokens, discounted_suffix_sum, is_whole, row_sums
-from verl.batch.ragged import Ragged
+from verl.batch.ragged import Ragged, RowValues
 from verl.utils.exit_codes import ExitCode
 
 AdvantageFn = Callable[..., tuple[Tensor, Tensor]]
@@ -116,13 +116,13 @@ def outcome_scores(token_level_rewards: Tensor | Ragged) -> Tensor:
 def for_each_token(per_response: Tensor, rewards: Any, response_mask: Any) -> tuple[Tensor, Tensor]:
     """Advantages and returns, equal, of tokens that share their response's number: (B,) to (B, R), like ``rewards``."""
     per_response = per_response.to(rewards.dtype)
-    if isinstance(response_mask, Ragged):
-        spread = response_mask.layout.spread(per_response)
-        advantages: Any = response_mask.like(
-            spread if is_whole(response_mask) else spread * (response_mask.values != 0)
-        )
+    if not isinstance(response_mask, Ragged):
+        advantages: Any = ValidTokens(response_mask).spread(per_response)
+    elif is_whole(response_mask):
+        advantages = RowValues(per_response, response_mask.layout)
     else:
-        advantages = ValidTokens(response_mask).spread(per_response)
+        spread = response_mask.layout.spread(per_response)
+        advantages = response_mask.like(spread * (response_mask.values != 0))
     # one tensor under two names: change neither in place
     return advantages, advantages
 

@@ -5,9 +5,10 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from torch import Tensor
+import torch
 
 from verl.algorithms.reward_shaping import overlong_penalty
+from verl.batch.ragged import Column, RowValues
 from verl.protocol import DataProto
 from verl.rewards.functions import calling
 from verl.rewards.functions.calling import (
@@ -19,7 +20,7 @@ from verl.rewards.functions.calling import (
     function_for,
     functions_of,
 )
-from verl.rewards.managers.rule import REWARD_ERROR_KEY, RuleRewardManager, SlowCallWatch, place_on_last_token, register
+from verl.rewards.managers.rule import REWARD_ERROR_KEY, RuleRewardManager, SlowCallWatch, register
 from verl.sandbox.outcomes import Failure, NotCalled, scored_batch
 from verl.sandbox.pool import SandboxedFunction
 from verl.utils.py_functional import gather_awaitables
@@ -148,20 +149,22 @@ class DAPORewardManager(NaiveRewardManager):
                 "data.max_response_length."
             )
 
-    def rewards(self, data: DataProto) -> tuple[Tensor, dict[str, list]]:
+    def rewards(self, data: DataProto) -> tuple[Column, dict[str, list]]:
         rewards, columns = super().rewards(data)
         if not self.buffer.get("enable"):
             return rewards, columns
+        assert isinstance(rewards, RowValues)
         responses, factor = data.ragged("responses"), self.buffer.get("penalty_factor", 1.0)
         # the whole response, tool output included: that is what the limit counts
         penalty = overlong_penalty(responses.layout.lengths, self.max_resp_len, self.buffer["len"], factor)
         # a sample without a score gets 0, or is left out: it pays nothing
-        failed = columns.get(REWARD_ERROR_KEY) or [0.0] * len(rewards)
+        failed = columns.get(REWARD_ERROR_KEY) or [0.0] * len(data)
         penalties = [0.0 if has_failed else value for value, has_failed in zip(penalty.tolist(), failed, strict=True)]
         if self.buffer.get("log"):
             columns["overlong_reward"] = penalties
             columns["overlong"] = [value < 0 for value in penalties]
-        return rewards + place_on_last_token(penalties, responses), columns
+        total = rewards.numbers + torch.tensor(penalties, dtype=torch.float32)
+        return RowValues.on_last_tokens(total, responses.layout), columns
 
 
 @register("batch")

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from verl.batch.ragged import Ragged
+from verl.batch.ragged import Column, Ragged, RowValues
 from verl.protocol import DataProto
 from verl.rewards.functions.calling import (
     BySource,
@@ -204,19 +204,26 @@ class RuleRewardManager(AbstractRewardManager):
         """Failures that may still come; None: any number."""
         return None if self.max_errors is None else max(0, self.max_errors - self.num_errors)
 
-    def __call__(self, data: DataProto, return_dict: bool = False) -> Tensor | dict[str, Any]:
-        # a reward model may have scored the batch
-        rewards, columns = (data.column("rm_scores"), {}) if "rm_scores" in data.keys() else self.rewards(data)
+    def __call__(self, data: DataProto, return_dict: bool = False, padded: bool = True) -> Any:
+        """As of every manager; without ``padded`` the rewards may be a column without padding."""
+        rewards: Column
+        columns: dict[str, list] = {}
+        if "rm_scores" not in data.keys():
+            rewards, columns = self.rewards(data)
+        else:  # a reward model has scored the batch
+            rewards = data.ragged("rm_scores") if data.is_packed("rm_scores") else data.column("rm_scores")
+        if padded and isinstance(rewards, Ragged):
+            rewards = rewards.padded()
         return {"reward_tensor": rewards, "reward_extra_info": columns} if return_dict else rewards
 
-    def rewards(self, data: DataProto) -> tuple[Tensor, dict[str, list]]:
-        """Rewards (B, R) by the reward function, and its extra columns."""
+    def rewards(self, data: DataProto) -> tuple[Column, dict[str, list]]:
+        """Rewards (B, R) by the reward function, padded or not, and its extra columns."""
         responses = data.ragged("responses")
         samples = self.read(data, responses)
         scores, columns = self.score(samples, data)
         if self.num_examine:
             self._print(data, samples, scores, columns)
-        return place_on_last_token(scores, responses), columns
+        return RowValues.on_last_tokens(torch.tensor(scores, dtype=torch.float32), responses.layout), columns
 
     def score(self, samples: list[Sample], batch: DataProto) -> tuple[list[float], dict[str, list]]:
         """Scores of samples, and the function's extra columns.
@@ -474,16 +481,6 @@ def _in_words(data: DataProto) -> str:
     meta = data.meta_info
     step = f" at step {meta['global_steps']}" if "global_steps" in meta else ""
     return f"{'validation ' if meta.get('validate') else ''}batch{step}"
-
-
-def place_on_last_token(scores: Sequence[float], responses: Ragged) -> Tensor:
-    """(B, R) float32: the score on the last token of each response; of an empty response, on its first place."""
-    layout = responses.layout
-    rewards = torch.zeros(len(scores), layout.width, dtype=torch.float32)
-    # an empty response has no last token: its score goes to the first place, for sums over rows to be right
-    last = (layout.starts + layout.lengths - 1).clamp(min=0)
-    rewards[torch.arange(len(scores)), last.cpu()] = torch.tensor(scores, dtype=torch.float32)
-    return rewards
 
 
 # -- Say which sample a reward function is stuck on, instead of waiting in silence -----------------------------------

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from verl.agents.base import STATUS_COLUMN, EpisodeStatus
+from verl.batch.ragged import Column, Ragged
 from verl.config.rollout import loops_may_reward
 from verl.data.table import distinct_values
 from verl.protocol import DataProto
@@ -149,7 +150,15 @@ def without_failed_episodes(data: DataProto) -> DataProto:
 
 
 def compute_reward(data: DataProto, reward_fn: Callable) -> tuple[Tensor, dict[str, list]]:
+    """`reward_column` with padded rewards (B, R)."""
+    rewards, columns = reward_column(data, reward_fn)
+    return rewards.padded() if isinstance(rewards, Ragged) else rewards, columns
+
+
+def reward_column(data: DataProto, reward_fn: Callable) -> tuple[Column, dict[str, list]]:
     """Rewards (B, R) of a batch, and the extra columns the reward function reports: name -> list of B values.
+
+    The rewards are without padding where the manager has them so: nothing of the size (B, R) is made then.
 
     An error of the reward function is not caught. Rows whose agent loop failed are not scored: they get the mean of the
     others' rewards, which moves no statistic, and None in extra columns; `without_failed` takes them out.
@@ -161,7 +170,7 @@ def compute_reward(data: DataProto, reward_fn: Callable) -> tuple[Tensor, dict[s
     if not failed.any():
         return _scored(data, reward_fn)
     counted = np.flatnonzero(~failed)
-    rewards, columns = _scored(data.select_idxs(counted), reward_fn)
+    rewards, columns = compute_reward(data.select_idxs(counted), reward_fn)
     whole = rewards.new_zeros(len(data), rewards.shape[1])
     whole[torch.from_numpy(counted)] = rewards
     # a failed row has one token, at the beginning of the window
@@ -179,13 +188,10 @@ def compute_reward(data: DataProto, reward_fn: Callable) -> tuple[Tensor, dict[s
     return whole, filled
 
 
-def _scored(data: DataProto, reward_fn: Callable) -> tuple[Tensor, dict[str, list]]:
-    try:
-        inspect.signature(reward_fn).bind(None, return_dict=True)
-        kwargs = {"return_dict": True}
-    except TypeError:  # a manager of a user's that returns rewards alone
-        kwargs = {}
-    result = reward_fn(data, **kwargs)
+def _scored(data: DataProto, reward_fn: Callable) -> tuple[Column, dict[str, list]]:
+    # a user's manager may return padded rewards alone
+    asked = {name: value for name, value in (("return_dict", True), ("padded", False)) if _has_keyword(reward_fn, name)}
+    result = reward_fn(data, **asked)
     extra: dict[str, list] = {}
     if isinstance(result, Mapping):
         result, extra = result["reward_tensor"], dict(result.get("reward_extra_info", None) or {})
@@ -262,8 +268,21 @@ def without_failed(data: DataProto, on_error: str) -> Iterator[None]:
             data.non_tensor_batch["uid"] = uids
 
 
+def _has_keyword(function: Callable, keyword: str) -> bool:
+    """Whether a reward manager can be called with a batch and this keyword."""
+    try:
+        inspect.signature(function).bind(None, **{keyword: None})
+    except TypeError:
+        return False
+    return True
+
+
 def _check(rewards: Any, data: DataProto, manager: str) -> None:
     shape = tuple(data.ragged("responses").shape) if "rm_scores" not in data.keys() else tuple(rewards.shape)
+    if isinstance(rewards, Ragged) and tuple(rewards.shape) == shape:
+        if rewards.is_finite():
+            return
+        rewards = rewards.padded()
     if not isinstance(rewards, Tensor) or tuple(rewards.shape) != shape:
         kind = f"a tensor of shape {tuple(rewards.shape)}" if isinstance(rewards, Tensor) else type(rewards).__name__
         raise ValueError(

@@ -171,7 +171,7 @@ def metric_values(batch: DataProto, metric: str) -> np.ndarray:
     if metric not in names:
         errors = {REWARD_ERROR_KEY, REWARD_ERROR_KIND_KEY, RESPONSE_ERROR_KEY}
         if metric in REWARD_SUMS or metric in _EITHER and not set(names) - errors:
-            return trajectory_sums(batch, batch.column("token_level_scores").double().sum(-1)).numpy()
+            return trajectory_sums(batch, batch.row_sums("token_level_scores")).numpy()
         raise ValueError(
             f"algorithm.filter_groups.metric={metric}: the reward function returned no such value. Use seq_reward, or "
             f"one it returns: {', '.join(names) or 'it returned the score alone'}."

@@ -71,7 +71,7 @@ def episodes_of(batch: DataProto, scores: Sequence[float] | None = None) -> list
     if not any(has_turns) and "episode_status" not in columns:
         return []
     if scores is None:
-        scores = batch.column("token_level_scores").sum(-1).tolist()
+        scores = batch.row_sums("token_level_scores").tolist()
     together: dict[Any, list[int]] = {}
     ids = columns.get("trajectory_id", [None] * count)
     for i in range(count):

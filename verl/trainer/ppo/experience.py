@@ -38,7 +38,7 @@ from verl.algorithms.reward_shaping import (
 from verl.algorithms.valid_tokens import is_whole
 from verl.batch.balancing import log_seqlen_unbalance
 from verl.batch.partition import CallPlan, MiniBatches, PartitionPlan, RowCost, row_lengths
-from verl.batch.ragged import WINDOWS, Layout, Ragged
+from verl.batch.ragged import WINDOWS, Column, Layout, Ragged, RowValues
 from verl.config.actor import ActorConfig
 from verl.config.algorithm import AlgorithmConfig
 from verl.config.critic import CriticConfig
@@ -181,7 +181,7 @@ def compute_advantage(
     advantages, returns = _call_by_name(get_adv_estimator_fn(adv_estimator), available, data, adv_estimator)
     for column, values in (("advantages", advantages), ("returns", returns)):
         if isinstance(values, Ragged):
-            if not values.values.sum().isfinite():
+            if not values.is_finite():
                 _require_finite(column, adv_estimator, values.values, values.layout.row_numbers)
             data.put(column, values)
             continue
@@ -274,7 +274,13 @@ def _without_padding(data: DataProto, name: str) -> Any:
 
 def move_to_sampled_tokens(data: DataProto, name: str) -> None:
     """Move the rewards in column ``name`` (B, R) to tokens of ``response_mask``; see `onto_sampled_tokens`."""
-    if is_whole(data.ragged("response_mask")):
+    own, column = data.ragged("response_mask"), data.ragged(name)
+    if is_whole(own):
+        return
+    if isinstance(column, RowValues) and column.at is not None:
+        if len(left := _tokens_answered(own, column.at)) == 0 or torch.equal(left, column.at):
+            return
+        data.put(name, RowValues(column.numbers, column.layout, left))
         return
     rewards, mask = (response_column(data, column) for column in (name, "response_mask"))
     moved = onto_sampled_tokens(rewards, mask)
@@ -282,8 +288,24 @@ def move_to_sampled_tokens(data: DataProto, name: str) -> None:
         put_response_column(data, name, moved)
 
 
-def attach_reward(data: DataProto, scores: Tensor, extra: Mapping[str, Any]) -> DataProto:
-    """Put a reward manager's result into the batch: ``token_level_scores`` (B, R) and its extra columns.
+def _tokens_answered(mask: Ragged, at: Tensor) -> Tensor:
+    """Return (B,): the sampled token that token ``at`` (B,) of each row answers, by a mask (B, R).
+
+    That is the last one up to it, or the first of the row; of a row without any, ``at`` itself.
+    """
+    layout = mask.layout
+    own, firsts = np.flatnonzero(mask.values.cpu().numpy()), layout.offsets[:-1].numpy()
+    lasts, places = layout.offsets[1:].numpy(), at.cpu().numpy()
+    before = np.searchsorted(own, firsts + places, side="right") - 1  # number of the nearest in `own`
+    first = np.searchsorted(own, firsts)
+    chosen = np.maximum(before, first)
+    has_own = first < np.searchsorted(own, lasts)
+    found = own[np.minimum(chosen, max(len(own) - 1, 0))] if len(own) else firsts
+    return torch.from_numpy(np.where(has_own, found - firsts, places))
+
+
+def attach_reward(data: DataProto, scores: Column, extra: Mapping[str, Any]) -> DataProto:
+    """Put a reward manager's result (B, R) into the batch: ``token_level_scores`` and its extra columns.
 
     Rewards on tool output or on padding are moved to the sampled token before; where the policy sampled none, to the
     response. The names of the extra columns are in ``meta_info["reward_extra_keys"]``. ``uid``
@@ -293,19 +315,29 @@ def attach_reward(data: DataProto, scores: Tensor, extra: Mapping[str, Any]) -> 
         ValueError: a response without a single token has a reward.
     """
     layout = data.ragged("responses").layout
-    window = Layout(layout.starts, layout.lengths, scores.shape[1])
-    is_token = window.mask().to(scores.device)
-    empty = ((scores != 0).any(-1) & (is_token.sum(-1) == 0)).nonzero().squeeze(-1).tolist()
-    if empty:
+    if isinstance(scores, Tensor):
+        # padded to another width by a user's manager; rewards on padding go where those on tool output go
+        window = Layout(layout.starts, layout.lengths, scores.shape[1])
+        is_token, sums = window.mask().to(scores.device), scores.sum(-1)
+        has_reward = (scores != 0).any(-1)
+    else:
+        sums = scores.row_sums()
+        has_reward = sums != 0
+    if empty := (has_reward & (layout.lengths == 0).to(sums.device)).nonzero().squeeze(-1).tolist():
         raise ValueError(
             f"row {empty[0]} of the batch has a response without any token, and the reward "
-            f"{scores[empty[0]].sum().item():g}, which has no token to belong to. Have rollouts return at least one "
+            f"{sums[empty[0]].item():g}, which has no token to belong to. Have rollouts return at least one "
             "token, masked if the policy did not sample it, or give such responses a reward of 0."
         )
-    if "response_mask" in data.keys():
-        is_own = Ragged(data.ragged("response_mask").values, window).padded().to(scores.device) != 0
-        is_token = torch.where(is_own.any(-1, keepdim=True), is_own, is_token != 0)
-    put_response_column(data, "token_level_scores", onto_sampled_tokens(scores, is_token))
+    if isinstance(scores, Ragged):
+        data.put("token_level_scores", scores.with_layout(layout))
+        if "response_mask" in data.keys():
+            move_to_sampled_tokens(data, "token_level_scores")
+    else:
+        if "response_mask" in data.keys():
+            is_own = Ragged(data.ragged("response_mask").values, window).padded().to(scores.device) != 0
+            is_token = torch.where(is_own.any(-1, keepdim=True), is_own, is_token != 0)
+        put_response_column(data, "token_level_scores", onto_sampled_tokens(scores, is_token))
     names = [name for name, column in extra.items() if len(column) == len(data)]
     if "uid" in names:
         raise ValueError(
@@ -409,7 +441,7 @@ class Shaping:
             # by finish_reason; without that column, a response that fills the window counts as truncated
             reasons = batch.non_tensor_batch.get("finish_reason")
             dropped["truncated"] = cut_at_limit(lengths, self.response_length, reasons)
-        scores = response_column(batch, "token_level_scores").double().sum(-1)
+        scores = batch.row_sums("token_level_scores")
         if self.sample_mask.error_max_len is not None:
             dropped["long_error"] = ~right_or_short(scores, lengths, self.sample_mask.error_max_len)
         if self.sample_mask.difficulty is not None:
@@ -481,7 +513,8 @@ def partition_plan(config: PPOConfig, cost: RowCost, step: int) -> PartitionPlan
         "update_actor": update(shared.actor, shared.rollout.n),
         "update_critic": update(critic, critic.rollout_n),
     }
-    together = bool(shared.model.use_prefix_sharing or critic.model.use_prefix_sharing)
+    by_default = shared.shares_prompts_by_default and config.trainer.device == "cpu"
+    together = bool(shared.model.use_prefix_sharing or critic.model.use_prefix_sharing or by_default)
     return PartitionPlan(calls, cost if config.trainer.balance_batch else None, together)
 
 

@@ -18,6 +18,8 @@ import torch
 from torch import Tensor
 
 from verl.algorithms.reward_shaping import cut_at_limit
+from verl.algorithms.valid_tokens import is_whole, valid_tokens
+from verl.batch.ragged import Ragged, RowValues
 from verl.protocol import DataProto
 from verl.rewards.managers.scoring import without_failed_episodes
 from verl.telemetry.metric import reduce_metrics
@@ -70,14 +72,13 @@ def compute_data_metrics(batch: DataProto, use_critic: bool = True) -> dict[str,
         return metrics
     first = first_rows(batch)  # of each trajectory: its score is that of all its rows
     for name, column in (("score", "token_level_scores"), ("rewards", "token_level_rewards")):
-        sums = trajectory_sums(batch, batch.ragged(column).row_sums())
+        sums = trajectory_sums(batch, batch.row_sums(column))
         metrics |= _spread(f"critic/{name}", sums if first is None else sums[first])
-    sampled = batch.ragged("response_mask").values.bool()
-    advantages, returns = (batch.ragged(name).values[sampled] for name in ("advantages", "returns"))
-    metrics |= _spread("critic/advantages", advantages)
-    metrics |= _spread("critic/returns", returns)
+    mask = batch.ragged("response_mask")
+    for name in ("advantages", "returns"):
+        metrics |= _token_spread(f"critic/{name}", batch.ragged(name), mask)
     if use_critic:
-        values = batch.ragged("values").values[sampled]
+        values, returns = (_sampled(batch.ragged(name), mask) for name in ("values", "returns"))
         metrics |= _spread("critic/values", values)
         explained = 0.0  # 1 for a perfect critic, 0 for a constant one
         if values.numel() > 1:
@@ -110,17 +111,21 @@ def signal_metrics(batch: DataProto) -> dict[str, float]:
     response = batch.ragged("responses").layout
     if not len(response):
         return {}
-    mask = batch.ragged("response_mask")
-    teaches = mask.like((batch.ragged("advantages").values != 0) & mask.values.bool()).row_sums()
+    mask, advantages = batch.ragged("response_mask"), batch.ragged("advantages")
+    tokens = valid_tokens(mask)
+    if isinstance(advantages, RowValues) and advantages.at is None:
+        teaches = torch.where(advantages.numbers != 0, tokens.lengths, 0).double()
+    else:
+        teaches = mask.like((advantages.values != 0) & mask.values.bool()).row_sums()
     cut = cut_at_limit(response.lengths, response.width, batch.non_tensor_batch.get("finish_reason"))
     metrics = {
         "batch/zero_advantage_ratio": (teaches == 0).double().mean().item(),
-        "batch/token_ratio": mask.values.bool().sum().item() / max(1, response.total),
+        "batch/token_ratio": int(tokens.total) / max(1, response.total),
         "batch/truncated_ratio": cut.double().mean().item(),
     }
     if "uid" in batch.non_tensor_batch:
         _, group, sizes = np.unique(batch.non_tensor_batch["uid"].astype(str), return_inverse=True, return_counts=True)
-        scores = trajectory_sums(batch, batch.ragged("token_level_scores").row_sums()).cpu().numpy()
+        scores = trajectory_sums(batch, batch.row_sums("token_level_scores")).cpu().numpy()
         low, high = np.full(len(sizes), np.inf), np.full(len(sizes), -np.inf)
         np.minimum.at(low, group.reshape(-1), scores)
         np.maximum.at(high, group.reshape(-1), scores)
@@ -142,13 +147,21 @@ def identical_share(batch: DataProto, group: np.ndarray) -> float:
     """
     numbers = trajectory_numbers(batch)
     numbers = np.arange(len(batch)) if numbers is None else numbers
-    texts: dict[int, bytes] = defaultdict(bytes)
-    groups: dict[int, int] = {}
-    for number, own, tokens in zip(numbers, group, batch.ragged("responses").rows(), strict=True):
-        texts[number] += tokens.cpu().numpy().tobytes() + b"|"
-        groups[number] = own
-    count, size = Counter((groups[number], text) for number, text in texts.items()), Counter(groups.values())
-    compared = sum(n for n in size.values() if n > 1)
+    responses = batch.ragged("responses")
+    rows: dict[int, list[int]] = defaultdict(list)
+    for row, number in enumerate(numbers.tolist()):
+        rows[number].append(row)
+    lengths = responses.layout.lengths.tolist()
+    alike = {number: (group[own[0]], *(lengths[row] for row in own)) for number, own in rows.items()}
+    several = Counter(alike.values())
+    # only tokens of responses of equal lengths are looked at
+    texts = {
+        number: tuple(responses.row(row).cpu().numpy().tobytes() for row in own)
+        for number, own in rows.items()
+        if several[alike[number]] > 1
+    }
+    count = Counter((alike[number], text) for number, text in texts.items())
+    compared = sum(n for n in Counter(key[0] for key in alike.values()).values() if n > 1)
     return sum(n for n in count.values() if n > 1) / max(1, compared)
 
 
@@ -188,6 +201,21 @@ def _compute_response_info(batch: DataProto) -> dict[str, Tensor]:
     (response, width), (prompt, _) = _lengths(batch)
     mask = batch.column("attention_mask")[:, -int(width) :]
     return {"response_mask": mask, "prompt_length": prompt.float(), "response_length": response.float()}
+
+
+def _sampled(column: Ragged, mask: Ragged) -> Tensor:
+    """The values of a column on the tokens where ``mask`` is not 0."""
+    return column.values if is_whole(mask) else column.values[mask.values.bool()]
+
+
+def _token_spread(name: str, column: Ragged, mask: Ragged) -> dict[str, float]:
+    """`_spread` over the tokens where ``mask`` is not 0."""
+    if not isinstance(column, RowValues) or column.at is not None:
+        return _spread(name, _sampled(column, mask))
+    counts = valid_tokens(mask).lengths
+    numbers, counts = column.numbers[counts > 0].double(), counts[counts > 0]
+    metrics = _spread(name, numbers)
+    return metrics and {**metrics, f"{name}/mean": ((numbers * counts).sum() / counts.sum()).item()}
 
 
 def _spread(name: str, values: Tensor) -> dict[str, float]:

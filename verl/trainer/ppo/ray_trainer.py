@@ -16,6 +16,8 @@ import torch
 
 from verl.algorithms.aggregate import agg_loss, agg_rows
 from verl.algorithms.kl import get_kl_controller
+from verl.algorithms.valid_tokens import valid_tokens
+from verl.batch.ragged import Column
 from verl.checkpoint import run_state as checkpoint
 from verl.checkpoint.run_state import RunCheckpoints, saved_groups
 from verl.config.unused_options import check_unused_options
@@ -24,7 +26,13 @@ from verl.protocol import DataProto
 from verl.rewards.managers.early import early_scoring
 from verl.rewards.managers.episode import reward_of_episodes
 from verl.rewards.managers.rule import RuleRewardManager
-from verl.rewards.managers.scoring import compute_reward, error_counts, without_failed, without_failed_episodes
+from verl.rewards.managers.scoring import (
+    compute_reward,
+    error_counts,
+    reward_column,
+    without_failed,
+    without_failed_episodes,
+)
 from verl.rewards.reward_model import by_style, check_texts, is_judged, judge_metrics
 from verl.single_controller import get_controller
 from verl.single_controller.background import BackgroundCall
@@ -321,13 +329,13 @@ class RayPPOTrainer(RecipeNames):
                 batch = self.judged(batch)
                 self.metrics.update(judge_metrics(batch))
             if not is_late:
-                return self.rewarded(batch, *compute_reward(batch, self.episode_reward_fn))
+                return self.rewarded(batch, *reward_column(batch, self.episode_reward_fn))
             snapshot = batch.select(deepcopy=False)  # later stages add columns meanwhile
 
-            def scored() -> tuple[DataProto, torch.Tensor, dict[str, list]]:
+            def scored() -> tuple[DataProto, Column, dict[str, list]]:
                 rows = self.judged(snapshot) if is_served else snapshot
                 added = [name for name in rows.keys() if name not in snapshot.keys()]
-                return rows.select(added, [], []), *compute_reward(rows, self.episode_reward_fn)
+                return rows.select(added, [], []), *reward_column(rows, self.episode_reward_fn)
 
             self.pending_reward = BackgroundCall(scored)
             return batch
@@ -363,7 +371,7 @@ class RayPPOTrainer(RecipeNames):
                 f"{unused[0]} is not called in training. Take one of them out"
             )
 
-    def rewarded(self, batch: DataProto, scores: torch.Tensor, extra: dict[str, list]) -> DataProto:
+    def rewarded(self, batch: DataProto, scores: Column, extra: dict[str, list]) -> DataProto:
         """Return the batch with the reward manager's scores and extra columns."""
         for name, count in error_counts(extra).items():
             self.metrics[name] = self.metrics.get(name, 0) + count
@@ -411,7 +419,7 @@ class RayPPOTrainer(RecipeNames):
         """Add ``old_log_probs`` (B, R) as the actor has ``scored`` them, and record entropy and mismatch."""
         shared = self.config.actor_rollout_ref
         mask = batch.ragged("response_mask")
-        given, counts = "entropy_sums" in scored, mask.like(mask.values != 0).row_sums()
+        given, counts = "entropy_sums" in scored, valid_tokens(mask).lengths.double()
         sums = scored.column("entropy_sums") if given else scored.ragged("entropys").row_sums(mask)
         entropy = agg_rows(sums, counts, shared.actor.loss_agg_mode, shared.rollout.response_length)
         self.metrics["actor/entropy"] = entropy.item()

@@ -83,9 +83,9 @@ def sample_rows_of_batch(
 
 def scored(batch: DataProto) -> dict[str, list[float]]:
     """Return score, reward and advantage of each row, of those that it has; see `dump_batch`."""
-    columns = {"score": response_column(batch, "token_level_scores").sum(-1).tolist()}
+    columns = {"score": batch.row_sums("token_level_scores").tolist()}
     if "token_level_rewards" in batch.keys():
-        columns["reward"] = response_column(batch, "token_level_rewards").sum(-1).tolist()
+        columns["reward"] = batch.row_sums("token_level_rewards").tolist()
     if "advantages" in batch.keys():
         advantages, mask = response_column(batch, "advantages"), response_column(batch, "response_mask")
         columns["advantage"] = ((advantages * mask).sum(-1) / mask.sum(-1).clamp(min=1)).tolist()
@@ -333,7 +333,7 @@ def sample_records(
         "uid": [str(uid) for uid in batch.non_tensor_batch["uid"]],
         "prompt_ids": [row.tolist() for row in batch.ragged("prompts").rows()],
         "response_ids": [row.tolist() for row in batch.ragged("responses").rows()],
-        "score": batch.column("token_level_scores").sum(-1).tolist(),
+        "score": batch.row_sums("token_level_scores").tolist(),
     }
     if decode is not None:
         columns |= {"prompt": decode(columns["prompt_ids"]), "response": decode(columns["response_ids"])}

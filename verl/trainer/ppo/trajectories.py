@@ -40,7 +40,7 @@ def trajectory_sums(data: DataProto, sums: Tensor) -> Tensor:
 
 def resampled_by_score(data: DataProto, options: PFPPOConfig, seed: int) -> tuple[DataProto, dict[str, float]]:
     """As many rows, sampled with replacement by their trajectories' scores (``algorithm.pf_ppo``), and metrics."""
-    scores = trajectory_sums(data, data.ragged("token_level_scores").trim_padding().sum(-1))
+    scores = trajectory_sums(data, data.row_sums("token_level_scores"))
     rows = resample_rows(scores, options.reweight_method, options.weight_pow, seed)
     resampled = data.select_idxs(rows)
     tokens = resampled.ragged("attention_mask").layout.lengths.tolist()
