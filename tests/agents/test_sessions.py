@@ -4,7 +4,6 @@ import asyncio
 import json
 import os
 import sys
-import time
 
 import aiohttp
 import pytest
@@ -448,10 +447,8 @@ def test_an_agent_that_fails_is_an_error_of_its_own_episode(function, runs_in, c
 
 @pytest.mark.parametrize(("function", "runs_in"), [("waits", "driver"), ("hangs", "thread"), ("hangs", "process")])
 def test_an_agent_that_never_ends_is_stopped_with_a_status(function, runs_in, tokenizer, agent_file):
-    start = time.monotonic()
     output = run_loop(tokenizer, function=f"{agent_file}:{function}", runs_in=runs_in, timeout=1.5)
     assert output.status == "episode_timeout" and output.reward_score is None
-    assert time.monotonic() - start < 6
 
 
 def test_an_agent_that_goes_on_past_a_limit_ends_with_its_status(tokenizer, agent_file):

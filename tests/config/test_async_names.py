@@ -58,6 +58,14 @@ def test_a_command_of_the_fully_asynchronous_trainer_is_translated(name):
         (["trainer.use_v1=true", f"{V1}.trainer_mode=sync"], {"actor_rollout_ref.hybrid_engine": True}),
         (["trainer.use_v1=true", f"{V1}.trainer_mode=separate_async", f"{V1}.sampler.max_off_policy_threshold=3",
           f"{V1}.separate_async.num_warmup_batches=1"], APART | {f"{ROLLOUT}.max_staleness": 3}),
+        ([f"{V1}.trainer_mode=separate_async", f"{V1}.separate_async.parameter_sync_step=2",
+          f"{V1}.sampler.max_off_policy_strategy=wait"], APART | {"data.train_batch_size": 2 * 4}),
+        ([f"{V1}.trainer_mode=colocate_async", f"{V1}.colocate_async.num_warmup_batches=2",
+          f"{V1}.sampler.max_off_policy_threshold=8"],
+         {"actor_rollout_ref.hybrid_engine": True, f"{ROLLOUT}.mode": "async", f"{ROLLOUT}.over_sample_rate": 2.0,
+          f"{ROLLOUT}.partial_rollout": True, f"{ROLLOUT}.max_staleness": 8}),
+        ([f"{V1}.trainer_mode=colocate_async", f"{V1}.colocate_async.num_warmup_batches=0"],
+         {f"{ROLLOUT}.mode": "async", f"{ROLLOUT}.over_sample_rate": 0.0, f"{ROLLOUT}.partial_rollout": False}),
     ],
 )  # fmt: skip
 def test_modes_of_other_trainers_are_translated(words, meant):
@@ -79,9 +87,20 @@ def test_the_old_name_of_the_bound_is_understood():
         ([f"{V1}.trainer_mode=separate_async", f"{V1}.sampler.max_off_policy_strategy=keep"], "generated again"),
         ([f"{A}.staleness_threshold=2", f"{ROLLOUT}.max_staleness=3"], "threshold=2 means actor_rollout_ref.rollout."),
         ([f"{A}.compute_advantage_in_rollout=true"], "a part of verl's fully asynchronous trainer"),
-        (["trainer.use_v1=true", f"{V1}.trainer_mode=colocate_async"], "on shared devices nothing is generated"),
-        ([f"{V1}.trainer_mode=separate_async", f"{V1}.separate_async.parameter_sync_step=4"], "once a step"),
+        ([f"{V1}.trainer_mode=async"], "is not a mode; there are sync, colocate_async, separate_async"),
+        (
+            [f"{V1}.trainer_mode=separate_async", f"{V1}.separate_async.parameter_sync_step=4"],
+            "4 x 4 means data.train_batch_size=16, and data.train_batch_size=8 was given",
+        ),
+        ([f"{V1}.sampler.custom_sampler.path=x.py"], "asks for a replay buffer of yours"),
+        ([f"{V1}.trainer_mode=separate_async", f"{V1}.sampler.sampler_kwargs={{a: 1}}"], "a replay buffer of yours"),
+        ([f"{V1}.trainer_mode=sync", f"{V1}.sampler.sync_refill_failed_groups=true"], "in the place of groups that"),
     ],
 )  # fmt: skip
 def test_what_has_no_meaning_here_is_refused(words, sentence):
     assert sentence in problems(*words)
+
+
+def test_a_section_of_v1_that_is_off_changes_nothing_and_is_said():
+    said = notes("trainer.use_v1=false", f"{V1}.sampler.custom_sampler.path=x.py", f"{V1}.trainer_mode=separate_async")
+    assert "custom_sampler.path=x.py has no effect" in said and "trainer_mode=separate_async has no effect" in said

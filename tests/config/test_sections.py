@@ -15,7 +15,7 @@ from verl.config import BaseConfig
 from verl.config.base import Config, FreeDict, leaves
 from verl.config.command_line import all_keys
 from verl.config.describe import describe, explanation
-from verl.config.engine import FSDPConfig
+from verl.config.engine import FSDPConfig, ModelSizes
 from verl.config.ppo import PPOConfig
 
 from .helpers import typed
@@ -176,3 +176,51 @@ def test_a_model_is_sharded_within_a_node_where_it_fits_a_third_of_the_devices()
     assert own.with_values({"fsdp_size": 4}).group_size(**fits) == 4
     assert own.with_values({"fsdp_size": 32}).group_size(**fits) == 16
     assert own.with_values({"offload_policy": True}).group_size(**fits) == 16
+
+
+GIB = 1 << 30
+# 1 Gi numbers: bf16 weights of fp32 masters, AdamW, sums in fp32
+TRAINED = ModelSizes(state=16 * GIB, weights=2 * GIB, gradients=4 * GIB)
+FROZEN = ModelSizes(state=2 * GIB, weights=2 * GIB, gradients=0)
+
+
+@pytest.mark.parametrize(
+    ("device", "ranks", "sizes", "memory", "options", "expected"),
+    [
+        ("cuda", 1, TRAINED, 54 * GIB, {}, (True, True)),  # one rank: 16 + 2, and nothing to reduce
+        ("cuda", 1, TRAINED, 54 * GIB - 3, {}, (False, True)),
+        ("cuda", 1, TRAINED, 47 * GIB, {}, (False, False)),
+        ("cuda", 8, TRAINED, 24 * GIB, {}, (True, True)),  # 2 + 2 + 3.5
+        ("cuda", 8, TRAINED, 22 * GIB, {}, (True, False)),
+        ("cuda", 8, TRAINED, 11 * GIB, {}, (False, False)),
+        ("cuda", 8, TRAINED, 17 * GIB, {"gather_once": False}, (False, True)),
+        ("cuda", 8, TRAINED, 17 * GIB, {"reduce_once": True}, (False, True)),
+        ("cuda", 8, TRAINED, 1 * GIB, {"gather_once": True, "reduce_once": True}, (True, True)),
+        ("cuda", 8, TRAINED, 80 * GIB, {"gather_once": False, "reduce_once": False}, (False, False)),
+        ("cuda", 8, TRAINED, 80 * GIB, {"offload_policy": True}, (False, False)),
+        ("cuda", 8, TRAINED, None, {}, (False, False)),
+        ("cuda", 8, TRAINED, None, {"gather_once": True}, (True, False)),
+        ("cuda", 2, FROZEN, 9 * GIB, {}, (True, True)),
+        ("cuda", 2, FROZEN, 8 * GIB, {}, (False, True)),
+        ("cpu", 8, TRAINED, 1 * GIB, {}, (True, True)),
+        ("cpu", 8, TRAINED, None, {"gather_once": False}, (False, True)),
+    ],
+)  # fmt: skip
+def test_weights_are_gathered_and_gradients_reduced_once_where_a_third_of_the_device_holds_them(
+    device, ranks, sizes, memory, options, expected
+):
+    own = FSDPConfig().with_values(options)
+    assert own.once_a_mini_batch(device, ranks, sizes, memory) == expected
+    text = own.copies(device, ranks, sizes, memory)
+    decides = device == "cuda" and memory is not None and not own.offload_policy
+    for name, is_on in zip(("gather_once", "reduce_once"), expected, strict=True):
+        is_said = decides and name not in options
+        assert (f"{name}=null means {str(is_on).lower()}" in text) == is_said
+
+
+def test_the_numbers_behind_copies_are_named():
+    assert FSDPConfig().copies("cuda", 8, TRAINED, 24 * GIB) == (
+        "fsdp_config: gather_once=null means true and reduce_once=null means true. A rank's part of weights, gradients "
+        "and optimizer state is 2.00 GiB; whole weights to compute with are 2.00 GiB more, sums of whole gradients "
+        "3.50 GiB; all may be 8.00 GiB, a third of a device."
+    )

@@ -93,9 +93,6 @@ BAD = {
     "no agent outside": (
         [f"{ROLLOUT}.mode=async", f"{ROLLOUT}.agent.default_agent_loop=openai_agent"],
         "openai_agent.function=null: no agent is named"),
-    "an agent loop process without a request": (
-        [f"{ROLLOUT}.mode=async", f"{ROLLOUT}.agent.num_workers=4", f"{ROLLOUT}.max_running_requests=3"],
-        "max_running_requests=3 is less than"),
     "two agents outside": (
         [f"{ROLLOUT}.agent.openai_agent.function=a.py:b", f"{ROLLOUT}.agent.openai_agent.command=[b]"],
         "an episode has one agent"),
@@ -154,7 +151,14 @@ BAD = {
     "a rollout apart on two machines without Ray": (
         [APART, f"{ROLLOUT}.nnodes=2", "trainer.controller=local"], "rollout.nnodes=2 with trainer.controller=local"),
     "generating ahead on shared devices": ([f"{ROLLOUT}.max_staleness=1"], "nothing can be generated ahead"),
-    "generating further ahead": ([APART, f"{ROLLOUT}.max_staleness=2"], "the next version cannot reach the engines"),
+    "generating further ahead": (
+        [f"{ROLLOUT}.partial_rollout=false", f"{ROLLOUT}.max_staleness=2"], "next version cannot reach the engines"),
+    "generating further ahead in one call": (
+        [f"{ROLLOUT}.mode=sync", f"{ROLLOUT}.max_staleness=2"], "Set actor_rollout_ref.rollout.mode=async and partial"),
+    "generating further ahead on shared devices": (
+        ["actor_rollout_ref.hybrid_engine=true", f"{ROLLOUT}.max_staleness=2"], "nothing can be generated ahead"),
+    "generating further ahead without log-probs": (
+        [f"{ROLLOUT}.calculate_log_probs=false", f"{ROLLOUT}.max_staleness=2"], "the log-probs it was sampled with"),
     "generating ahead with a greedy baseline": (
         [APART, f"{ROLLOUT}.max_staleness=1", "algorithm.adv_estimator=remax"], "with algorithm.adv_estimator=remax"),
     "choosing among groups of one": (
@@ -409,12 +413,12 @@ BAD = {
     "a reward server without URL": ([*RM, "reward_model.server_urls=[judge]"], "is no list of URLs"),
     "a classifier that does not sleep": ([*RM, "reward_model.rollout={name: vllm, free_cache_engine: false}"],
         "would not leave actor_rollout_ref.rollout the devices"),
+    "a classifier without its weights": ([*RM, "reward_model.rollout={name: vllm, load_format: dummy}"],
+        "reads no weights"),
     "a classifier in transformers": ([*RM, "reward_model.enable_resource_pool=true", "reward_model.rollout.name=hf"],
         "runs no classifier"),
     "a reward model on no devices": ([*RM, "reward_model.enable_resource_pool=true"], "Raise both to 1 or more"),
 }  # fmt: skip
-    "a classifier without its weights": ([*RM, "reward_model.rollout={name: vllm, load_format: dummy}"],
-        "reads no weights"),
 
 
 def test_the_runnable_configuration_has_no_problem():

@@ -13,6 +13,7 @@ REF_DTYPE = "actor_rollout_ref.ref.fsdp_config.model_dtype"
 ON_CPU = (f"{ROLLOUT}.name=vllm", f"{ROLLOUT}.tensor_model_parallel_size=1", "trainer.device=cpu")
 CORRECTION = "algorithm.rollout_correction"
 BYPASS = (f"{ROLLOUT}.calculate_log_probs=true", f"{CORRECTION}.bypass_mode=true")
+HYBRID = "actor_rollout_ref.hybrid_engine=true"
 ASYNC = (f"{ROLLOUT}.mode=async", f"{ROLLOUT}.calculate_log_probs=true")
 KEPT = (*ASYNC, f"{ROLLOUT}.over_sample_rate=1", f"{ROLLOUT}.partial_rollout=true")
 SHARING = ("actor_rollout_ref.model.use_remove_padding=true", "actor_rollout_ref.model.use_prefix_sharing=true")
@@ -226,7 +227,10 @@ def test_nothing_is_said_about_defaults():
             ["actor_rollout_ref.model.lora_rank=8", f"{ACTOR}.use_kl_loss=true", REF, f"{REF_DTYPE}=bf16"],
             "the reference is the actor with its LoRA adapter switched off",
         ),
-        ([*ASYNC, f"{ROLLOUT}.partial_rollout=true", f"{ROLLOUT}.max_staleness=2"], "generated to its end in one step"),
+        (
+            [*ASYNC, HYBRID, f"{ROLLOUT}.partial_rollout=true", f"{ROLLOUT}.max_staleness=2"],
+            "generated to its end in one step",
+        ),
         ([*KEPT, f"{ROLLOUT}.max_postponements=2"], "max_postponements=2 is more than"),
         ([f"{ROLLOUT}.layered_summon=true"], "handed over tensor by tensor"),
         ([f"{ROLLOUT}.fire_temperature=9"], "use_fire_sampling=false"),

@@ -10,8 +10,8 @@ import time
 
 
 class Hostile:
-    def __init__(self, slow_s=0.0):
-        self.slow_s, self.count = slow_s, 0
+    def __init__(self, slow_s=0.0, folder="", meeting=0):
+        self.slow_s, self.folder, self.meeting, self.count = slow_s, folder, meeting, 0
 
     def reset(self, *, seed, how="", **task):
         self.seed = self.state_id = seed
@@ -43,6 +43,17 @@ class Hostile:
     def block_all_signals(self):
         signal.pthread_sigmask(signal.SIG_BLOCK, range(1, 65))
         time.sleep(1000)
+
+    def meet(self):
+        """Wait until ``meeting`` steps have begun in the folder; the text is how many ran when this one began."""
+        come, left = (os.path.join(self.folder, f"{word}-{self.seed}") for word in ("come", "left"))
+        open(come, "w").close()
+        names = os.listdir(self.folder)
+        there = sum(name.startswith("come") for name in names) - sum(name.startswith("left") for name in names)
+        while sum(name.startswith("come") for name in os.listdir(self.folder)) < self.meeting:
+            time.sleep(0.01)
+        open(left, "w").close()
+        return str(there), 0.0, False, False, {}
 
     def raises(self):
         raise KeyError("no such cell")

@@ -1,16 +1,16 @@
-"""Environments of which one hangs, crashes or runs away: its own episode fails, in time, and nothing is left behind."""
+"""Environments of which one hangs, crashes or runs away: its own episode fails, and nothing is left behind."""
 
 import asyncio
 import os
 import signal
 import subprocess
 import sys
-import time
 import warnings
 from pathlib import Path
 
 import pytest
 
+from tests.support.waiting import wait_for
 from verl.config.env import EnvConfig, EnvTagConfig
 from verl.envs.base import register
 from verl.envs.host import EnvironmentFailure, EnvironmentHost, close_hosts
@@ -94,17 +94,16 @@ def test_an_environment_answers_the_same_in_a_thread_and_in_a_process(workers, t
 def test_what_goes_wrong_is_named_with_its_episode_and_leaves_the_others_alone(workers, action, kind, words):
     async def work(host):
         good = [episode(host, *["go"] * 3, seed=seed) for seed in range(3)]
-        start = time.monotonic()
         bad, *others = await asyncio.gather(episode(host, action, seed=77), *good)
-        return bad, others, time.monotonic() - start, len(host.pids)
+        return bad, others, len(host.pids)
 
-    bad, others, seconds, processes = on_host(work, num_workers=workers, step_timeout=0.5)
+    bad, others, processes = on_host(work, num_workers=workers, step_timeout=0.5)
     assert isinstance(bad, EnvironmentFailure) and bad.kind == kind
     assert "environment 'T' (seed 77)" in str(bad) and words in str(bad)
     assert [[answer.text for answer in answers] for answers in others] == [
         [f"seed {seed}", "go 1", "go 2", "go 3"] for seed in range(3)
     ]
-    assert seconds < 10 and processes == workers
+    assert processes == workers
 
 
 @linux
@@ -123,13 +122,12 @@ def test_what_goes_wrong_is_named_with_its_episode_and_leaves_the_others_alone(w
 )
 def test_what_ends_its_process_is_named_and_the_next_episode_runs(action, kind):
     async def work(host):
-        start = time.monotonic()
-        return await episode(host, action), await episode(host, "go"), time.monotonic() - start
+        return await episode(host, action), await episode(host, "go")
 
     timeout = 10.0 if action == "map_memory" else 1.0
-    bad, good, seconds = on_host(work, num_workers=1, memory_mb=512, step_timeout=timeout)
+    bad, good = on_host(work, num_workers=1, memory_mb=512, step_timeout=timeout)
     assert bad.kind == kind
-    assert good[-1].text == "go 1" and seconds < 20
+    assert good[-1].text == "go 1"
 
 
 @linux
@@ -242,18 +240,17 @@ def test_a_cancelled_step_goes_on_and_its_answer_is_not_asked_for_twice():
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_no_more_steps_run_at_a_time_than_allowed(workers):
-    slow = EnvTagConfig(type=f"{FILE}:Hostile", kwargs={"slow_s": 0.1})
+@pytest.mark.parametrize(("most", "allowed"), [(2, {"max_concurrent_steps": 2}), (8, {})])
+def test_no_more_steps_run_at_a_time_than_allowed_and_as_many_as_are(most, allowed, workers, tmp_path):
+    tag = EnvTagConfig(type=f"{FILE}:Hostile", kwargs={"folder": str(tmp_path), "meeting": most})
 
     async def work(host):
-        environments = [await host.open("T", slow) for _ in range(8)]
-        await asyncio.gather(*[environment.reset(0) for environment in environments])
-        start = time.monotonic()
-        await asyncio.gather(*[environment.step("go") for environment in environments])
-        return time.monotonic() - start
+        environments = [await host.open("T", tag) for _ in range(8)]
+        await asyncio.gather(*[environment.reset(seed) for seed, environment in enumerate(environments)])
+        return await asyncio.gather(*[environment.step("meet") for environment in environments])
 
-    assert on_host(work, num_workers=workers, max_concurrent_steps=2) > 0.39
-    assert on_host(work, num_workers=workers) < 0.39
+    answers = on_host(work, num_workers=workers, step_timeout=50.0, **allowed)
+    assert max(int(answer.text) for answer in answers) == most
 
 
 def test_what_of_info_cannot_be_kept_is_said_once():
@@ -330,10 +327,7 @@ asyncio.run(main())
         family = list(descendants(driver.pid))
         assert len([pid for pid in family if "verl.envs.worker" in command_of(pid)]) >= 7
         os.kill(driver.pid, how)
-    deadline = time.monotonic() + 10
-    while any("verl.envs.worker" in command_of(pid) for pid in family) and time.monotonic() < deadline:
-        time.sleep(0.02)
-    assert not [pid for pid in family if "verl.envs.worker" in command_of(pid)]
+    wait_for(lambda: not any("verl.envs.worker" in command_of(pid) for pid in family), "the processes to be gone")
 
 
 def test_an_observation_is_bounded():

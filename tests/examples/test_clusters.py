@@ -2,8 +2,15 @@
 
 import os
 import re
+import shutil
+import socket
 import subprocess
+import sys
+import tempfile
+from contextlib import suppress
+from pathlib import Path
 
+import psutil
 import pytest
 import yaml
 
@@ -14,13 +21,18 @@ STUBS = {
     "srun": 'while [ "${1#--}" != "$1" ]; do shift; done; exec "$@"',
     "hostname": "echo 127.0.0.1 10.0.0.7",
     "scontrol": 'echo "$@" >> "$TOOLS"; if [ "$1" = show ]; then echo node1; echo node2; fi',
-    "ray": 'echo "$@" >> "$TOOLS"; if [ "$1" = list ]; then printf \'"state": "ALIVE"\\n"state": "ALIVE"\\n\'; fi',
+    "ray": 'echo "$@" >> "$TOOLS"; if [ "$1" = status ]; then printf "Active:\\n 1 node_0a\\n 1 node_1b\\nPending:\\n"; fi',
 }
+"""``ray`` says what the real one does: see `test_the_nodes_of_a_job_are_counted_on_a_real_ray`."""
 
 
-def run_with_stubs(command, folder, **environment):
-    """The overrides of the training that ``command`` starts, its exit code, and the calls of the cluster's tools."""
-    stubs = STUBS | {"python3": NOTE_TAKER.split("\n", 1)[1] + f"exit {environment.get('CODE', 0)}"}
+def run_with_stubs(command, folder, others=None, timeout_s=60, **environment):
+    """The overrides of the training that ``command`` starts, its exit code, and the calls of the cluster's tools.
+
+    Args:
+        others: stubs in place of those of ``STUBS``.
+    """
+    stubs = STUBS | (others or {}) | {"python3": NOTE_TAKER.split("\n", 1)[1] + f"exit {environment.get('CODE', 0)}"}
     (folder / ".venv" / "bin").mkdir(parents=True)
     for name, text in stubs.items():
         path = folder / ".venv" / "bin" / name
@@ -33,9 +45,44 @@ def run_with_stubs(command, folder, **environment):
         os.environ | {"CALLS": str(folder / "calls"), "TOOLS": str(folder / "tools"), "REPO": str(folder)} | environment
     )
     env["PATH"] = f"{folder / '.venv' / 'bin'}:{env['PATH']}"
-    done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=timeout_s)
     calls = [call.splitlines() for call in (folder / "calls").read_text().split("== call\n")[1:]]
     return main_ppo_overrides(calls), done, (folder / "tools").read_text()
+
+
+@pytest.fixture
+def own_ray(tmp_path):
+    """Environment of Ray on a port and in a folder of its own, and with a token; it ends with the test."""
+    with socket.socket() as free:
+        free.bind(("", 0))
+        port = str(free.getsockname()[1])
+    folder = Path(tempfile.mkdtemp(prefix="verl-ray-", dir="/tmp"))  # its sockets allow no long names
+    yield {"RAY_PORT": port, "RAY_TMPDIR": str(folder), "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "7" * 64}
+    processes = [one for one in psutil.process_iter(["environ"]) if (one.info["environ"] or {}).get("RAY_PORT") == port]
+    for process in processes:
+        with suppress(psutil.NoSuchProcess):
+            process.kill()
+    psutil.wait_procs(processes, 20)
+    shutil.rmtree(folder)
+
+
+@pytest.mark.ray
+def test_the_nodes_of_a_job_are_counted_on_a_real_ray(own_ray, tmp_path):
+    real = f'exec "{Path(sys.executable).parent}/ray" "$@"'
+    address = "echo 127.0.0.1 $REAL_ADDRESS"
+    script = str(ROOT / "examples" / "slurm" / "ray_on_slurm.slurm")
+    environment = {**JOB, **own_ray, "REAL_ADDRESS": ray_address(), "RAY_USAGE_STATS_ENABLED": "0"}
+    stubs = {"ray": real, "hostname": address}
+    [words], done, tools = run_with_stubs(["bash", script], tmp_path, stubs, timeout_s=200, **environment)
+    assert done.returncode == 0 and "2 of 2 nodes have joined Ray" in done.stdout, done.stdout + done.stderr
+    assert load_ppo_config(words).trainer.nnodes == 2
+
+
+def ray_address() -> str:
+    """The address of this machine that Ray takes in place of loopback."""
+    from ray.util import get_node_ip_address
+
+    return get_node_ip_address()
 
 
 JOB = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "node[1-2]", "SLURM_GPUS_ON_NODE": "4"}

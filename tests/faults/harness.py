@@ -51,7 +51,6 @@ class Ending:
     """Exit code; -N after signal N."""
     text: str
     """What it printed, both streams."""
-    seconds: float
     strikes: int
     """How often the fault struck."""
     left: list[str]
@@ -151,28 +150,30 @@ def config_of(task: dict[str, str], folder: Path, apart: bool = False, **setting
     return _composed(tuple(task.items()), apart).with_values({f"trainer.{name}": it for name, it in values.items()})
 
 
-def run_cell(config: Any, folder: Path, strike: Strike | None, timeout_s: float = 60.0) -> Ending:
-    """Run the main job with a fault, and kill it after ``timeout_s``."""
+def run_cell(config: Any, folder: Path, strike: Strike | None, timeout_s: float = 120.0) -> Ending:
+    """Run the main job with a fault.
+
+    Raises:
+        TimeoutError: it had not ended after ``timeout_s``, and was killed.
+    """
     marks, temporary = folder / "marks", folder / "tmp"
     marks.touch()
     temporary.mkdir()
     _adopt_orphans(True)
     before, shm = _children(), _shared_memory()
-    begin = time.monotonic()
     sys.stdout.flush()
     sys.stderr.flush()
     pid = os.fork()
     if pid == 0:
         _child(config, folder / "output", temporary, strike, marks)
     try:
-        code = _await(pid, begin + timeout_s)
-        seconds = time.monotonic() - begin
+        code = _await(pid, timeout_s)
         left = [f"process {one}" for one in _left_running(before)]
         left += [f"/dev/shm/{name}" for name in sorted(_shared_memory() - shm) if _is_unused(name)]
         left += [f"temporary {path.name}" for path in temporary.iterdir()]
     finally:
         _adopt_orphans(False)
-    return Ending(code, (folder / "output").read_text(errors="replace"), seconds, marks.stat().st_size, left)
+    return Ending(code, (folder / "output").read_text(errors="replace"), marks.stat().st_size, left)
 
 
 def _child(config: Any, output: Path, temporary: Path, strike: Strike | None, marks: Path) -> None:
@@ -203,14 +204,17 @@ def _child(config: Any, output: Path, temporary: Path, strike: Strike | None, ma
         os._exit(code)
 
 
-def _await(pid: int, deadline: float) -> int:
-    """The exit code of a child, killed at the deadline."""
+def _await(pid: int, timeout_s: float) -> int:
+    """Return the exit code of a child; one that has not ended after ``timeout_s`` is killed, which is an error."""
+    deadline = time.monotonic() + timeout_s
     while True:
         ended, status = os.waitpid(pid, os.WNOHANG)
         if ended:
             return os.waitstatus_to_exitcode(status)
         if time.monotonic() > deadline:
             os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+            raise TimeoutError(f"the run had not ended after {timeout_s:g} s")
         time.sleep(0.01)
 
 

@@ -81,6 +81,16 @@ def test_nodes_that_hold_replicas_hold_more(there):
         assert f"actor: fsdp_config.fsdp_size=-1: sharded {where}. Weights, gradients and" in notes
 
 
+def test_copies_that_a_gpu_has_room_for_are_counted_and_explained(there):
+    loaded = loaded_with("trainer.device=cuda", "trainer.n_gpus_per_node=2")
+    for size, is_on in ((1 << 40, "true"), (1 << 20, "false")):
+        report = examine_loaded(loaded, ELSEWHERE._replace(gpu_bytes=size))
+        notes = " ".join(" ".join(report.memory_notes).split())
+        assert f"actor: fsdp_config: gather_once=null means {is_on} and reduce_once=null means {is_on}. A" in notes
+        update = next(row for row in report.memory if row.phase == "update actor")
+        assert ("sums of gradients" in update.parts) == (is_on == "true")
+
+
 def test_both_ends_of_the_link_hold_two_buckets(there):
     apart = ["actor_rollout_ref.hybrid_engine=false", "actor_rollout_ref.rollout.n_gpus_per_node=1"]
     phases = {phase.phase: phase.parts for phase in examined(*apart, "trainer.device=cuda").memory}

@@ -3,10 +3,10 @@
 import asyncio
 import os
 import signal
-import time
 
 import pytest
 
+from tests.support.waiting import wait_for
 from verl.sandbox.forked_calls import ForkedCalls
 from verl.sandbox.outcomes import Outcome, SandboxError
 from verl.sandbox.supervisor import Limits
@@ -99,10 +99,7 @@ def test_a_call_that_is_given_up_is_killed_with_what_it_started(calls, tmp_path)
         await asyncio.wait({call})
 
     asyncio.run(give_up())
-    deadline = time.monotonic() + 10
-    while processes_below(sleeps._popen.pid) and time.monotonic() < deadline:
-        time.sleep(0.02)
-    assert processes_below(sleeps._popen.pid) == []
+    wait_for(lambda: not processes_below(sleeps._popen.pid), "the call to be gone with what it started")
 
 
 def test_a_killed_importer_is_started_again(calls):

@@ -3,10 +3,10 @@
 import os
 import subprocess
 import sys
-import time
 
 import pytest
 
+from tests.support.waiting import wait_for
 from verl.sandbox.outcomes import Outcome
 from verl.sandbox.supervisor import Limits, can_cut_network, command, end, outcome_of
 
@@ -105,10 +105,7 @@ def test_end_kills_a_program_and_what_it_started():
         process.stdout.readline()
     assert len(running("verl-end")) >= 4
     assert end(process) == -9
-    deadline = time.monotonic() + 5
-    while running("verl-end") and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert not running("verl-end")
+    wait_for(lambda: not running("verl-end"), "the program to be gone")
 
 
 def test_a_program_dies_with_who_started_it():
@@ -121,15 +118,9 @@ def test_a_program_dies_with_who_started_it():
     how = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
     with subprocess.Popen([sys.executable, "-I", "-S", "-c", middle], **how) as starter:
         starter.stdout.readline()
-        deadline = time.monotonic() + 20
-        while not any(line.startswith("sleep") for line in running(seconds)) and time.monotonic() < deadline:
-            time.sleep(0.01)
-        assert running(seconds)
+        wait_for(lambda: any(line.startswith("sleep") for line in running(seconds)), "the program to start")
         starter.kill()
-    deadline = time.monotonic() + 5
-    while running(seconds) and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert not running(seconds)
+    wait_for(lambda: not running(seconds), "the program to be gone")
 
 
 @pytest.mark.skipif(not can_cut_network(), reason="this kernel grants no network namespace")

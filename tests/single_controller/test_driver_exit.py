@@ -4,10 +4,11 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
+
+from tests.support.waiting import wait_for
 
 pytestmark = pytest.mark.ranks
 
@@ -80,12 +81,8 @@ def descendants_of(pid: int) -> set[int]:
 
 
 def assert_nothing_left(processes: set[int], memory_before: set[str]) -> None:
-    deadline = time.monotonic() + 15
-    while left := [pid for pid in processes if os.path.exists(f"/proc/{pid}")] + sorted(
-        shared_memory() - memory_before
-    ):
-        assert time.monotonic() < deadline, left
-        time.sleep(0.05)
+    wait_for(lambda: not any(os.path.exists(f"/proc/{pid}") for pid in processes), f"the end of all of {processes}")
+    wait_for(lambda: shared_memory() <= memory_before, "its shared memory to be gone")
 
 
 def shared_memory() -> set[str]:

@@ -4,12 +4,12 @@ import os
 import pickle
 import re
 import signal
-import time
 
 import pytest
 
 from tests.single_controller.fragile import Fragile
 from tests.single_controller.roles import Counter
+from tests.support.waiting import wait_for
 from verl.protocol import DataProto
 from verl.single_controller import deadlines
 from verl.single_controller.errors import (
@@ -20,9 +20,6 @@ from verl.single_controller.errors import (
     WorkerTimeout,
 )
 from verl.single_controller.processes import Child, open_pidfd, outcome_by_pidfd
-
-SECONDS = 10.0
-"""A failure must be seen within this; the machine may be busy."""
 
 
 @pytest.fixture
@@ -38,38 +35,29 @@ def is_alive(pid):
         return False
 
 
-def assert_soon(condition):
-    deadline = time.monotonic() + SECONDS
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-
-
 def test_an_exception_comes_with_its_place_and_its_traceback_while_the_others_hang(fragile):
-    pids, begin = fragile.pids, time.monotonic()
+    pids = fragile.pids
     with pytest.raises(WorkerError) as caught:
         fragile.raise_on(1)
     error = caught.value
-    assert time.monotonic() - begin < SECONDS
     assert (error.role, error.rank, error.world_size, error.method) == ("Fragile", 1, 2, "raise_on")
     assert error.cause == "ValueError: rank 1 found no rows"
     assert "in raise_on" in error.traceback and "fragile.py" in error.traceback
     assert "Fragile.raise_on failed on rank 1 of 2: ValueError" in str(error) and "second line" in str(error)
-    assert_soon(lambda: not any(map(is_alive, pids)))
+    wait_for(lambda: not any(map(is_alive, pids)), "the workers to be gone")
     with pytest.raises(WorkerGroupStopped, match="Fragile.pid.*stopped after.*raise_on failed on rank 1") as stopped:
         fragile.pid()
     assert stopped.value.__cause__ is error
 
 
 def test_a_killed_worker_is_named_with_its_signal_while_the_others_hang(fragile):
-    pids, begin = fragile.pids, time.monotonic()
+    pids = fragile.pids
     with pytest.raises(WorkerDied) as caught:
         fragile.die(1, 9)
     died = caught.value
-    assert time.monotonic() - begin < SECONDS
     assert (died.role, died.rank, died.method, died.pid) == ("Fragile", 1, "die", pids[1])
     assert "Rank 1 of 2 died while running Fragile.die" in str(died) and "SIGKILL" in str(died)
-    assert_soon(lambda: not any(map(is_alive, pids)))
+    wait_for(lambda: not any(map(is_alive, pids)), "the workers to be gone")
 
 
 def test_the_death_is_the_failure_and_not_the_broken_connection_others_see(fragile):
@@ -80,7 +68,7 @@ def test_the_death_is_the_failure_and_not_the_broken_connection_others_see(fragi
 
 def test_a_worker_that_died_between_calls_is_named_by_the_next_call(fragile):
     os.kill(fragile.pids[0], 9)
-    assert_soon(lambda: not is_alive(fragile.pids[0]))
+    wait_for(lambda: not is_alive(fragile.pids[0]), "the process to be gone")
     with pytest.raises(WorkerDied, match="Rank 0 of 2 died"):
         fragile.pid()
 
@@ -105,7 +93,7 @@ def test_a_stopped_worker_is_named_at_once_and_ends_the_call_with_nothing_config
     assert caught.value.ranks == [1] and f"`kill -CONT {pid}` resumes it" in str(caught.value)
     warning = f"warning: Fragile.pid waits for rank 1 of 2, whose process {pid} is stopped by a signal (SIGSTOP)"
     assert warning in capfd.readouterr().err
-    assert_soon(lambda: not is_alive(pid))
+    wait_for(lambda: not is_alive(pid), "the process to be gone")
 
 
 def test_a_call_is_late_when_it_makes_no_progress_and_not_while_it_does(start_local):
@@ -160,7 +148,7 @@ def test_a_worker_that_leaves_without_a_word_is_named_with_its_exit_code_and_its
         group.die_with_grandchild()
     assert caught.value.exit_code == 7 and caught.value.signal is None
     grandchild = int(capfd.readouterr().out.split("grandchild")[1].split()[0])
-    assert_soon(lambda: not is_alive(grandchild))
+    wait_for(lambda: not is_alive(grandchild), "the process to be gone")
 
 
 def test_a_single_local_rank_raises_the_same_error_from_its_cause(start_local):

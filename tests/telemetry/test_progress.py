@@ -5,11 +5,11 @@ import re
 import shlex
 import subprocess
 import sys
-import time
 from dataclasses import replace
 
 import pytest
 
+from tests.support.waiting import wait_for
 from verl.telemetry import progress
 from verl.telemetry.progress import (
     Progress,
@@ -87,9 +87,7 @@ def test_a_part_of_a_step_that_takes_long_is_named(monkeypatch, is_terminal):
     stream = io.StringIO()
     with Progress(3, stream=stream, is_terminal=is_terminal) as shown:
         with shown.phase("testing"), shown.phase("unlisted"):
-            deadline = time.monotonic() + 10
-            while "validating " not in stream.getvalue() and time.monotonic() < deadline:
-                time.sleep(0.02)
+            wait_for(lambda: "validating " in stream.getvalue(), "the name of the part")
         assert shown.phase_text() == ""
     assert ("validating 0 s" if is_terminal else "validating for 1 s") in stream.getvalue()
 

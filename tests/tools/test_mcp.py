@@ -10,6 +10,7 @@ import time
 import psutil
 import pytest
 
+from tests.support.waiting import wait_for
 from verl.tools.toolbox import RowToolbox
 
 pytest.importorskip("mcp")
@@ -122,18 +123,18 @@ def test_a_server_that_has_ended_is_started_again(toolbox_of, program):
     assert left.outcome == "error" and after.text == again.text == "2", (left, after, again)
 
 
+def accepts_connections(port):
+    with socket.socket() as client:
+        return client.connect_ex(("127.0.0.1", port)) == 0
+
+
 def test_tools_of_an_http_server_are_called(toolbox_of, program):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     server = subprocess.Popen([program["command"], *program["args"], str(port)], stderr=subprocess.DEVNULL)
     try:
-        end = time.monotonic() + 20
-        while time.monotonic() < end:
-            with socket.socket() as client:
-                if client.connect_ex(("127.0.0.1", port)) == 0:
-                    break
-            time.sleep(0.1)
+        wait_for(lambda: accepts_connections(port), "the server")
         toolbox = toolbox_of({"numbers": {"url": f"http://127.0.0.1:{port}/mcp", "auth_token": "secret"}})
         assert calls(toolbox, ("add", {"a": 20, "b": 3}))[0].text == "23"
         toolbox.close()

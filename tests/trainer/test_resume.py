@@ -5,12 +5,12 @@ import os
 import signal
 import subprocess
 import sys
-import time
 
 import pytest
 import torch
 
 from tests.support.runs import make_task, overrides, read_metrics, run_job
+from tests.support.waiting import wait_for
 
 ACTOR, MODEL, ROLLOUT = "actor_rollout_ref__actor", "actor_rollout_ref__model", "actor_rollout_ref__rollout"
 PPO = {
@@ -103,10 +103,10 @@ def test_killed_run_resumes_by_the_same_command(tmp_path, monkeypatch, never_sto
     command = [sys.executable, "-m", "verl.trainer.main_ppo", *arguments]
     driver = subprocess.Popen(command, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     tracker = tmp_path / "killed" / "latest_checkpointed_iteration.txt"
-    deadline = time.monotonic() + 120
-    while not (tracker.exists() and int(tracker.read_text()) >= 2) and driver.poll() is None:
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+    wait_for(
+        lambda: (tracker.exists() and int(tracker.read_text()) >= 2) or driver.poll() is not None,
+        "the second checkpoint",
+    )
     driver.send_signal(signal.SIGKILL)
     driver.wait()
     done = run(tmp_path, monkeypatch, "killed")

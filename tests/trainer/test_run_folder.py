@@ -159,11 +159,9 @@ def test_the_first_word_comes_before_hydra_and_torch():
         "    raise SystemExit\n"
         "record.say_early = stop\nfrom verl.trainer.main_ppo import main\nmain(['trainer.device=cpu'])\n"
     )
-    start = time.monotonic()
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=os.environ)
     lines = done.stdout.splitlines()
     assert re.match(r"verl [\d.]+: reading the configuration", lines[0]) and lines[1] == "[]", done.stderr
-    assert time.monotonic() - start < 10
 
 
 def test_a_folder_belongs_to_one_run_and_names_it(task, tmp_path):

@@ -95,9 +95,8 @@ def test_a_faulty_function_is_an_error_with_its_row(fault, tmp_path):
     body, message = FAULTS[fault]
     (tmp_path / "reward.py").write_text(f"def compute_score(ground_truth, **sample):\n    {body}\n")
     function = reward_function(read_options([f"reward={tmp_path}/reward.py"])[0])
-    begin = time.monotonic()
     [error, *_], _ = scored(function, timeout_s=0.3 if fault == "hangs" else 10.0).problems()
-    assert message in error and time.monotonic() - begin < 5
+    assert message in error
     function.pool.close()
 
 

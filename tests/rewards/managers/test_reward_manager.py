@@ -1,12 +1,12 @@
 import asyncio
 import math
-import time
 
 import numpy as np
 import pytest
 import torch
 
 from tests.rewards.managers.batches import RESPONSE_LENGTH, TOKENIZER, batch_of
+from tests.support.waiting import wait_for
 from verl.rewards.managers import (
     AbstractRewardManager,
     BatchRewardManager,
@@ -333,8 +333,6 @@ def test_the_watch_says_which_call_takes_long(caplog):
         with watch.call(0):
             pass
         with watch.call(7):
-            deadline = time.monotonic() + 5
-            while "has been at sample 7" not in caplog.text and time.monotonic() < deadline:
-                time.sleep(0.01)
-    assert "has been at sample 7" in caplog.text and "sample 0" not in caplog.text
+            wait_for(lambda: "has been at sample 7" in caplog.text, "the line")
+    assert "sample 0" not in caplog.text
     assert "test_the_watch_says_which_call_takes_long" in caplog.text

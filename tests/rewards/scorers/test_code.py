@@ -1,7 +1,6 @@
 """Programs against tests: what each does to itself has a name, and costs nobody else anything."""
 
 import os
-import time
 
 import pytest
 
@@ -63,9 +62,10 @@ def test_a_bad_end_in_one_test_leaves_the_others_alone():
 
 
 def test_tests_that_find_no_time_left_are_over_time():
-    start = time.monotonic()
-    assert outcomes("while True: pass", Tests(("",) * 20, ("",) * 20), test_s=1.0, total_s=1.5) == ["timeout"] * 20
-    assert time.monotonic() - start < 10
+    code = "word = input()\nwhile word == 'spin': pass"
+    tests = Tests(("spin", *("end",) * 20), ("",) * 21)
+    assert outcomes(code, tests, test_s=1.0, total_s=60.0) == ["timeout", *["passed"] * 20]
+    assert outcomes(code, tests, test_s=1.0, total_s=1.0) == ["timeout"] * 21
 
 
 def test_a_program_sees_neither_keys_nor_expected_outputs_nor_files_of_the_last(monkeypatch):

@@ -10,6 +10,7 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given, settings
 
+from tests.support.learning import check_learned
 from tests.support.runs import make_task, overrides, read_metrics
 from tests.trainer.buffer.test_disjoint import APART, ROLLOUT, RUN, run
 from tests.trainer.buffer.test_over_sampling import Prompts
@@ -187,3 +188,24 @@ def test_tokens_of_several_versions_are_trained_on_and_a_resumed_run_keeps_them(
     assert sorted(resumed) == [4, 5, 6] and resumed[4]["rollout/stale_token_share"] > 0
     again = prompts_of(tmp_path / "whole", range(1, 4)) + prompts_of(tmp_path / "resumed", range(4, 7))
     assert again == counts
+
+
+def oldest_groups_only(scheduler, step, count):
+    """`ContinuousScheduler.lacking` of a step that trains on groups started two steps before, however fast each side
+    is."""
+    return sum(group.finished < 0 for group in scheduler.open.values() if group.step < step)
+
+
+@pytest.mark.learning
+@pytest.mark.parametrize("behind", [0, 2])
+def test_two_steps_behind_the_reward_is_that_of_none(behind, tmp_path, monkeypatch):
+    from tests.trainer.test_learning import TINY, rewards_of
+
+    monkeypatch.setattr(ContinuousScheduler, "lacking", oldest_groups_only)
+    settings = {**TINY, **APART, "trainer__total_training_steps": 24, f"{ROLLOUT}__max_staleness": behind}
+    check_learned(f"{behind} steps behind", rewards_of(tmp_path, monkeypatch, **settings), over=(2, 4))
+    rows = [row["data"] for row in read_metrics(tmp_path / "metrics.jsonl")]
+    assert all(("rollout_corr/rollout_is_mean" in row) == (behind > 0) for row in rows)
+    if behind:
+        assert max(row["rollout/staleness/max"] for row in rows) == 2
+        assert min(row["rollout/staleness/mean"] for row in rows[2:]) >= 1

@@ -9,6 +9,7 @@ import torch
 
 from tests.support.learning import check_learned
 from tests.support.runs import main_ppo, make_task, overrides, read_metrics, run_job
+from tests.support.waiting import wait_for
 from tests.trainer.test_resume import assert_equal_trees, checkpoint_files, numbers
 from tests.workers.rollout.conftest import COMMON
 from verl.config.load import load_ppo_config
@@ -18,6 +19,7 @@ from verl.trainer.ppo.job import PPOJob
 from verl.trainer.ppo.placement import Role, default_pools, default_roles
 from verl.trainer.ppo.ray_trainer import RayPPOTrainer
 from verl.utils.tiny_model import make_tiny_model
+from verl.workers.rollout.hf.rollout import HFRollout
 
 pytestmark = pytest.mark.ranks
 
@@ -141,24 +143,29 @@ def test_validation_in_between_changes_nothing_and_sees_the_newest_weights(tmp_p
     assert validation and all(shown[1][name] == on_policy[1][name] for name in validation)  # equal until then
 
 
-SLOW_REWARD = """
-import time
-def compute_score(data_source, solution_str, ground_truth, extra_info=None):
-    time.sleep(0.03)
-    return float(len(solution_str))
-"""
+def test_the_next_batch_is_generated_while_a_step_trains(tmp_path, monkeypatch):
+    """Each step stands still before its update until the rollout has generated all of the next batch."""
+    generated, trained = tmp_path / "generated", []
+    generated.touch()
 
+    def noting(self, requests, *arguments, generate=HFRollout.generate, **named):
+        result = generate(self, requests, *arguments, **named)
+        if len(requests) == 16:  # fewer are a trial of new weights
+            with generated.open("a") as file:
+                file.write("batch\n")
+        return result
 
-def test_generation_overlaps_with_training(tmp_path, monkeypatch):
-    make_task(tmp_path / "task")
-    (tmp_path / "slow.py").write_text(SLOW_REWARD)  # 16 rows: half a second in which the next batch is generated
-    reward = {"custom_reward_function__path": tmp_path / "slow.py", "reward_model__sandbox__workers": 1}
-    reward["reward_model__sandbox__while_generating"] = False
-    steps = run(tmp_path, "ahead", monkeypatch, **AHEAD, **reward)
-    for step in (2, 3, 4):
-        assert steps[step]["timing_s/reward"] > 0.4
-        assert steps[step]["timing_s/gen_wait"] < 0.5 * steps[step]["timing_s/generate_sequences"]
-        assert steps[step]["perf/rollout_overlap"] > 0.5
+    def waiting(self, batch, improve=RayPPOTrainer.improve):
+        ahead = min(self.global_steps + 1, 4)  # no batch follows that of the last step
+        wait_for(lambda: generated.read_text().count("batch") >= ahead, f"batch {ahead}")
+        trained.append(self.global_steps)
+        improve(self, batch)
+
+    monkeypatch.setattr(HFRollout, "generate", noting)  # in the workers, too: they are forked
+    monkeypatch.setattr(RayPPOTrainer, "improve", waiting)
+    steps = run(tmp_path, "ahead", monkeypatch, **AHEAD, trainer__test_freq=-1)
+    assert trained == [1, 2, 3, 4] and generated.read_text().count("batch") == 4
+    assert all("perf/rollout_overlap" in steps[step] for step in (2, 3, 4))
 
 
 RESUMABLE = {**AHEAD, "trainer__total_training_steps": 5, "trainer__save_freq": 1}

@@ -5,12 +5,12 @@ import os
 import signal
 import subprocess
 import sys
-import time
 
 import pytest
 
 from tests.support.learning import check_learned
 from tests.support.runs import make_task, overrides, read_metrics
+from tests.support.waiting import wait_for
 from tests.trainer.buffer import over_sampling_job
 from tests.trainer.test_learning import TINY, rewards_of
 from tests.trainer.test_resume import assert_same_checkpoint
@@ -84,10 +84,10 @@ def test_a_killed_run_goes_on_with_the_tokens_it_had(tmp_path, monkeypatch):
     env = {**os.environ, "VERL_FILE_LOGGER_PATH": str(tmp_path / "killed.jsonl")}
     driver = subprocess.Popen(command, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     tracker = tmp_path / "killed" / "latest_checkpointed_iteration.txt"
-    deadline = time.monotonic() + 120
-    while not (tracker.exists() and int(tracker.read_text()) >= 2) and driver.poll() is None:
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+    wait_for(
+        lambda: (tracker.exists() and int(tracker.read_text()) >= 2) or driver.poll() is not None,
+        "the second checkpoint",
+    )
     driver.send_signal(signal.SIGKILL)
     driver.wait()
     resumed = run(tmp_path, monkeypatch, "killed", **PARTIAL)

@@ -10,6 +10,7 @@ from tests.support.ranks import run_ranks
 from tests.support.tiny_models import make_batch, make_tiny_model
 from verl.algorithms.losses import PPOLoss
 from verl.config.actor import ActorConfig
+from verl.config.engine import FSDPConfig, ModelSizes
 from verl.models.loader import ModelSpec
 from verl.workers.engine import MicroBatching, Want, build_engine
 
@@ -158,6 +159,29 @@ def test_weights_gathered_once_a_mini_batch_give_the_same_bits(folder):
     (plain, *tensors, often), (once, *same, seldom) = found
     assert once == plain and all(map(torch.equal, tensors, same))
     assert 0 < 3 * seldom < often
+
+
+def _as_on_a_device(spec, gigabytes):
+    """The sizes that decide what is done once a mini-batch, and whether the engine does it, with ``gigabytes`` a rank
+    where the memory decides as it does on CUDA."""
+    plain, given = FSDPConfig.once_a_mini_batch, []
+
+    def decide(self, device, ranks, sizes, memory):
+        given.append((ranks, sizes))
+        return plain(self, "cuda", ranks, sizes, gigabytes << 30)
+
+    FSDPConfig.once_a_mini_batch = decide
+    engine = build_engine("fsdp2", spec, {"fsdp_size": 2}, optim_section(), total_steps=10)
+    engine.train_step(make_batch(4), ppo_loss(), MicroBatching(size=1))
+    return engine.parameter_counts(), given, (engine._gather_once, engine._reduce_once)
+
+
+@pytest.mark.parametrize("gigabytes", [0, 1])
+def test_the_memory_decides_with_the_sizes_of_the_model(folder, gigabytes):
+    spec, decision = ModelSpec(folder, compute_dtype="bf16"), (bool(gigabytes), bool(gigabytes))
+    for (trained, numbers), given, found in run_ranks(2, _as_on_a_device, spec, gigabytes):
+        assert trained == numbers and found == decision
+        assert given == [(2, ModelSizes(16 * numbers, 2 * numbers, 4 * numbers))]
 
 
 def _nan_on_rank_one(spec):

@@ -10,6 +10,7 @@ import time
 
 import pytest
 
+from tests.support.waiting import wait_for
 from tests.workers.rollout.generating_worker import GeneratingWorker
 from verl.single_controller import get_controller
 from verl.single_controller.errors import WorkerDied, WorkerError, WorkerTimeout
@@ -47,9 +48,7 @@ def signal_while_generating(group, number, rank=1):
 
     def send():
         box = group._hosts._diagnostics._boxes[rank]
-        deadline = time.monotonic() + 60
-        while box.read().notes.get("phase") != "generate" and time.monotonic() < deadline:
-            time.sleep(0.02)
+        wait_for(lambda: box.read().notes.get("phase") == "generate", "the rank to generate")
         time.sleep(0.2)
         os.kill(group.pids[rank], number)
 

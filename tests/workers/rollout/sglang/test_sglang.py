@@ -6,7 +6,6 @@ import subprocess
 import sys
 import textwrap
 import threading
-import time
 from pathlib import Path
 
 import psutil
@@ -16,6 +15,7 @@ from transformers import AutoModelForCausalLM
 
 from tests.single_controller.test_listening import listening
 from tests.support.ranks import run_ranks
+from tests.support.waiting import wait_for
 from tests.workers.rollout.conftest import rollout_config, weights_of
 from tests.workers.rollout.sglang.scheduler_functions import HERE
 from tests.workers.rollout.test_contract import mixed_requests, processed_log_probs, some_prompts, tokens_of
@@ -323,10 +323,8 @@ def test_nothing_outlives_a_worker_that_is_killed(model_folder, tmp_path):
     assert len(pids) == 3 and all(psutil.pid_exists(pid) for pid in pids) and folder.is_dir()
     worker.kill()
     worker.wait()
-    deadline = time.monotonic() + 20
-    while any(map(psutil.pid_exists, pids)) and time.monotonic() < deadline:
-        time.sleep(0.1)
-    assert not any(map(psutil.pid_exists, pids)) and not folder.exists()
+    wait_for(lambda: not any(map(psutil.pid_exists, pids)), "the engine's processes to be gone")
+    assert not folder.exists()
     assert set(Path("/dev/shm").iterdir()) <= before
 
 
@@ -369,8 +367,5 @@ def test_two_ranks_share_one_engine_over_two_processes(model_folder, reference):
         assert log_probs == pytest.approx(processed_log_probs(model, request, tokens).tolist(), abs=1e-4)
     whole = sum(parameter.numel() for parameter in model.parameters())
     assert all(0.45 * whole < held < 0.6 * whole for held in ranks[0]["held"])
-    deadline = time.monotonic() + 20
-    while not set(Path("/dev/shm").iterdir()) <= before and time.monotonic() < deadline:
-        time.sleep(0.1)
-    assert set(Path("/dev/shm").iterdir()) <= before, "left behind"
+    wait_for(lambda: set(Path("/dev/shm").iterdir()) <= before, "shared memory to be gone")
     assert all("shards of model.layers.0.self_attn.v_proj.weight" in rank["caught"] for rank in ranks)
