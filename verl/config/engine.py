@@ -76,9 +76,25 @@ class MixedPrecisionConfig(Config):
     """Format of buffers, such as rotary frequencies. No effect: they keep the format the model gives them."""
 
 
-_NODE_SHARE = 3
-"""A state sharded within a node takes at most one in so many parts of a device's memory: a critic may take as much, and
-rollout and activations need the rest."""
+_SHARE = 3
+"""A state sharded within a node, and a state with the copies that save communication, take at most one in so many parts
+of a device's memory: a critic may take as much, and rollout and activations need the rest."""
+
+
+class ModelSizes(NamedTuple):
+    """Bytes of a whole model."""
+
+    state: int
+    """Weights, gradients and optimizer state, as they are kept."""
+    weights: int
+    """Weights in the format of forward and backward."""
+    gradients: int
+    """Gradients in the format of their sum over ranks; 0 where nothing is trained."""
+
+
+def _of_a_rank(ranks: int, sizes: ModelSizes, device_bytes: int | None) -> tuple[int, int, int]:
+    """Bytes of a rank's part of the state, of sums of whole gradients beyond its part, and of a third of a device."""
+    return sizes.state // ranks, sizes.gradients - sizes.gradients // ranks, (device_bytes or 0) // _SHARE
 
 
 @dataclass
@@ -119,14 +135,16 @@ class FSDPConfig(Config):
 
     reduce_once: bool | None = None
     """Sum gradients over ranks once a mini-batch instead of once a micro-batch: less communication, and meanwhile every
-    rank holds whole gradients in fp32, 4 bytes a weight. Needs ``strategy=fsdp2``. Null: on a CPU device, where gloo is
-    slow. Changes no number but by rounding."""
+    rank holds whole gradients in ``mixed_precision.reduce_dtype``. Needs ``strategy=fsdp2``. Null: on a CPU device,
+    where gloo is slow, and on another where a rank's part of weights, gradients and optimizer state takes, with these
+    copies and those of ``gather_once``, at most a third of the memory, and ``offload_policy`` does not say that it is
+    short; the log names the numbers. Changes no number but by rounding."""
 
     gather_once: bool | None = None
     """Cast and gather weights once a mini-batch, or once a pass that scores a batch, instead of for the forward and
     again for the backward pass of every micro-batch: less communication, and meanwhile every rank holds whole weights
-    in ``mixed_precision.param_dtype``; ``reshard_after_forward`` has no effect then. Needs ``strategy=fsdp2``. Null: on
-    a CPU device, where gloo is slow. Changes no number."""
+    in ``mixed_precision.param_dtype``; ``reshard_after_forward`` has no effect then. Needs ``strategy=fsdp2``. Null: as
+    for ``reduce_once``, and decided before it. Changes no number."""
 
     full_determinism: bool = False
     """Use only algorithms of torch, cuBLAS and flash-attn that repeat bit for bit, so that two runs on one machine are
@@ -152,7 +170,7 @@ class FSDPConfig(Config):
             return min(self.fsdp_size, world)
         if not 0 < per_node < world or world % per_node or self.offload_policy or device_bytes is None:
             return world
-        return per_node if state_bytes <= per_node * device_bytes // _NODE_SHARE else world
+        return per_node if state_bytes <= per_node * device_bytes // _SHARE else world
 
     def sharding(self, world: int, per_node: int, state_bytes: int, device_bytes: int | None) -> str:
         """Say what `group_size` decides by the memory of several nodes, and by which numbers; mostly empty."""
@@ -166,6 +184,45 @@ class FSDPConfig(Config):
             f"fsdp_config.fsdp_size={self.fsdp_size}: sharded {where}. Weights, gradients and optimizer state are "
             f"{state_bytes / 2**30:.2f} GiB, in {per_node} parts {part}."
         )
+
+    def once_a_mini_batch(
+        self, device: str, ranks: int, sizes: ModelSizes, device_bytes: int | None
+    ) -> tuple[bool, bool]:
+        """Whether weights are gathered, and gradients reduced, once a mini-batch: by ``gather_once``, ``reduce_once``.
+
+        Args:
+            ranks: of a group that shares one copy of the model's state.
+            device_bytes: memory of a device; None: unknown.
+        """
+        gathers, reduces = self.gather_once, self.reduce_once
+        if not self._asks_memory(device, device_bytes):
+            is_cpu = device == "cpu"
+            return is_cpu if gathers is None else gathers, is_cpu if reduces is None else reduces
+        part, summed, limit = _of_a_rank(ranks, sizes, device_bytes)
+        free = limit - part - (summed if reduces else 0)
+        if gathers is None:
+            gathers = sizes.weights <= free
+        if reduces is None:
+            reduces = summed <= free - (sizes.weights if gathers else 0)
+        return gathers, reduces
+
+    def copies(self, device: str, ranks: int, sizes: ModelSizes, device_bytes: int | None) -> str:
+        """Say what `once_a_mini_batch` decides by the memory, and by which numbers; empty where it does not."""
+        names = ("gather_once", "reduce_once")
+        if not self._asks_memory(device, device_bytes) or all(self[name] is not None for name in names):
+            return ""
+        chosen = zip(names, self.once_a_mini_batch(device, ranks, sizes, device_bytes), strict=True)
+        means = " and ".join(f"{name}=null means {str(is_on).lower()}" for name, is_on in chosen if self[name] is None)
+        part, summed, limit = (f"{size / 2**30:.2f} GiB" for size in _of_a_rank(ranks, sizes, device_bytes))
+        return (
+            f"fsdp_config: {means}. A rank's part of weights, gradients and optimizer state is {part}; whole weights "
+            f"to compute with are {sizes.weights / 2**30:.2f} GiB more, sums of whole gradients {summed}; all may be "
+            f"{limit}, a third of a device."
+        )
+
+    def _asks_memory(self, device: str, device_bytes: int | None) -> bool:
+        """Whether the memory decides where ``gather_once`` or ``reduce_once`` is null."""
+        return device != "cpu" and not self.offload_policy and device_bytes is not None
 
     @property
     def compute_dtype(self) -> str:

@@ -215,8 +215,7 @@ def add_memory(
     source = "counted from the weights' headers" if model.is_stored else "counted from config.json"
     report.memory_notes.append(f"  {model.parameters / 1e6:,.1f}M parameters, {source}")
     for role in roles_memory(config, gpu_bytes):
-        if role.sharding:
-            report.memory_notes.append(wrapped(f"  {role.name}: ", role.sharding))
+        report.memory_notes += [wrapped(f"  {role.name}: ", reason) for reason in role.sharding]
     worst = max(report.memory, key=lambda phase: phase.total)
     if on_cpu:
         # on a CPU every process has its own copy of everything in the same memory

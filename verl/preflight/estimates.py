@@ -18,7 +18,7 @@ from verl.config.base import get_path
 from verl.config.checks.base import models, sharded, trained_roles
 from verl.config.checks.batch import counted, optimizer_steps
 from verl.config.critic import CriticConfig
-from verl.config.engine import backend_of
+from verl.config.engine import MixedPrecisionConfig, ModelSizes, backend_of
 from verl.config.model_info import ModelShape, shape_of, teachers
 from verl.config.ppo import ACTOR, MODEL, REF, RM, ROLLOUT, TEACHER, PPOConfig
 from verl.preflight.engines import activation_ranks, rank_memory, recomputes_layers, row_ranks, zero_memory
@@ -476,8 +476,8 @@ class RoleMemory(NamedTuple):
     """Whether their memory stays allocated between updates."""
     reduces_once: bool
     """Whether gradients are summed over ranks with the last micro-batch only."""
-    sharding: str = ""
-    """Over which ranks of several nodes FSDP shards, and why."""
+    sharding: tuple[str, ...] = ()
+    """Over which ranks of several nodes FSDP shards, and what it does once a mini-batch, and why."""
 
 
 def roles_memory(config: PPOConfig, gpu_bytes: int | None = None) -> list[RoleMemory]:
@@ -520,7 +520,9 @@ def _role(config: PPOConfig, key: str, place: str, model: ModelShape, gpu_bytes:
     own = max(0, numbers - trained) * compute + trained * kept
     # AdamW8bit keeps two moments of one byte each
     moments = (2 if trained and section.optim.optimizer == "AdamW8bit" else 2 * kept) * trained
-    gradients, ranks, sharded_over = trained * kept, 1, ""
+    gradients, ranks = trained * kept, 1
+    reasons: list[str] = []
+    reduces = config.trainer.device == "cpu"
     if section.strategy == "megatron":
         own, gradients, moments = rank_memory(section.megatron, model, bool(trained), world)
         gathered = 0
@@ -532,13 +534,21 @@ def _role(config: PPOConfig, key: str, place: str, model: ModelShape, gpu_bytes:
         node = config.trainer.n_gpus_per_node
         memory = host_memory() // node if config.trainer.device == "cpu" else gpu_bytes
         state = own + gradients + moments
-        ranks, sharded_over = (f(world, node, state, memory) for f in (sharding.group_size, sharding.sharding))
+        ranks = sharding.group_size(world, node, state, memory)
+        reasons.append(sharding.sharding(world, node, state, memory))
         # the outermost unit stays gathered during a pass, and two layers are gathered at a time
         needs_copy = ranks > 1 or compute != kept
         gathered = (_embeddings(model) + (2 if ranks > 1 else 1) * model.layer) * compute if needs_copy else 0
-        once = sharding.get("gather_once")
-        if (config.trainer.device == "cpu" if once is None else once) and section.strategy != "fsdp1" and needs_copy:
-            gathered = numbers * compute  # all layers, until the mini-batch is done
+        if section.strategy == "fsdp1":
+            reduces = False
+        else:
+            reduced = (sharding.mixed_precision or MixedPrecisionConfig()).reduce_dtype
+            sizes = ModelSizes(state, numbers * compute, trained * BYTES[reduced])
+            given = config.trainer.device, ranks, sizes, memory
+            gathers, reduces = sharding.once_a_mini_batch(*given)
+            reasons.append(sharding.copies(*given))
+            if gathers:
+                gathered = numbers * compute  # all layers, until the mini-batch is done
     offloads = config.trainer.device != "cpu"
     keeps_gradients = not offloads and backend == "local" and compute != kept
     keeps_gradients |= section.strategy == "megatron" and not (offloads and section.megatron.grad_offload)
@@ -555,8 +565,8 @@ def _role(config: PPOConfig, key: str, place: str, model: ModelShape, gpu_bytes:
         offloads_weights=offloads and sharding.param_offload,
         offloads_optimizer=offloads and sharding.optimizer_offload,
         keeps_gradients=keeps_gradients,
-        reduces_once=not offloads if (once := sharding.get("reduce_once")) is None else once,
-        sharding=sharded_over,
+        reduces_once=reduces,
+        sharding=tuple(filter(None, reasons)),
     )
 
 

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from verl.checkpoint.shards import check_names, fill
-from verl.config.engine import FSDPConfig, MixedPrecisionConfig
+from verl.config.engine import FSDPConfig, MixedPrecisionConfig, ModelSizes
 from verl.models.loader import cast_parameters, check_finite, empty_model, load_model
 from verl.models.token_outputs import attach_token_outputs
 from verl.models.weight_files import WeightFiles
@@ -73,8 +73,6 @@ class FSDPEngine(Engine):
         moves = not self._on_host and has_own_memory(self.device)
         self._offload_params = moves and config.param_offload
         self._offload_optimizer = moves and config.optimizer_offload
-        self._reduce_once = self.device.type == "cpu" if config.reduce_once is None else config.reduce_once
-        self._gather_once = self.device.type == "cpu" if config.gather_once is None else config.gather_once
         self.module = self._sharded_model(config, seed)
         self._prepare()
         self._after_infer()
@@ -103,8 +101,10 @@ class FSDPEngine(Engine):
 
     def _shard(self, module: Any, config: FSDPConfig, dtype: torch.dtype) -> nn.Module:
         """Shard ``module``, whose weights are of ``dtype`` and perhaps on the meta device."""
+        mesh = self._mesh(module, config)
+        self._gather_once, self._reduce_once = self._once_a_mini_batch(module, config, mesh.shape[-1])
         options = {
-            "mesh": self._mesh(module, config),
+            "mesh": mesh,
             "mp_policy": MixedPrecisionPolicy(**self._precision(config, dtype)),
             "reshard_after_forward": config.reshard_after_forward and not self._gather_once,
         }
@@ -121,20 +121,41 @@ class FSDPEngine(Engine):
 
     def _mesh(self, module: nn.Module, config: FSDPConfig) -> DeviceMesh:
         """The mesh to shard ``module`` over; where nodes could hold replicas, the log says why they do or do not."""
-        world, per_node, state = self.topology.world_size, ranks_per_node(), self._state_bytes(module)
-        own = device_memory(self.device) or host_memory() // max(1, per_node)
-        [least] = all_reduce_numbers([-own], "max", None, self.device)
-        memory = int(-least)
-        if (text := config.sharding(world, per_node, state, memory)) and self.topology.rank == 0:
+        world, per_node, state = self.topology.world_size, ranks_per_node(), self._sizes(module, config).state
+        if (text := config.sharding(world, per_node, state, self._memory)) and self.topology.rank == 0:
             logger.warning(text)
-        size = config.group_size(world, per_node, state, memory)
+        size = config.group_size(world, per_node, state, self._memory)
         return create_device_mesh(world, size, self.device.type)
 
-    def _state_bytes(self, module: nn.Module) -> int:
-        """Weights, gradients and optimizer state of the whole ``module``."""
-        sizes = [(p.numel(), p.numel() * p.itemsize, self.is_trained and p.requires_grad) for p in module.parameters()]
+    def _once_a_mini_batch(self, module: nn.Module, config: FSDPConfig, ranks: int) -> tuple[bool, bool]:
+        """Whether weights are gathered and gradients reduced once a mini-batch; where the memory decides, the log says
+        by which numbers.
+
+        Args:
+            ranks: of a sharding group.
+        """
+        given = self.device.type, ranks, self._sizes(module, config), self._memory
+        if (text := config.copies(*given)) and self.topology.rank == 0:
+            logger.warning(text)
+        return config.once_a_mini_batch(*given)
+
+    @cached_property
+    def _memory(self) -> int:
+        """Memory of the smallest device of all ranks, or of a rank's part of its host; collective at first."""
+        own = device_memory(self.device) or host_memory() // max(1, ranks_per_node())
+        [least] = all_reduce_numbers([-own], "max", None, self.device)
+        return int(-least)
+
+    def _sizes(self, module: nn.Module, config: FSDPConfig) -> ModelSizes:
+        """Bytes of the whole ``module``."""
         small = self._optim_config is not None and self._optim_config.optimizer == "AdamW8bit"
-        return sum(size + trained * (size + (2 * numbers if small else 2 * size)) for numbers, size, trained in sizes)
+        reduced, state, numbers, trained = self._precision(config, torch.float32)["reduce_dtype"], 0, 0, 0
+        for parameter in module.parameters():
+            count, size = parameter.numel(), parameter.numel() * parameter.itemsize
+            is_trained = self.is_trained and parameter.requires_grad
+            state += size + is_trained * (size + (2 * count if small else 2 * size))
+            numbers, trained = numbers + count, trained + is_trained * count
+        return ModelSizes(state, numbers * self.spec.compute_torch_dtype.itemsize, trained * reduced.itemsize)
 
     def _precision(self, config: FSDPConfig, dtype: torch.dtype) -> dict[str, Any]:
         """Return the precision of layers, if not the ``dtype`` of their weights, and of gradient reduction."""
