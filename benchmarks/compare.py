@@ -23,6 +23,8 @@ COSTS = (
     "wall_ms",
     "cpu_s_a_step",
     "driver_cpu_ms",
+    "driver_cpu_s",
+    "step_extra_MiB",
     "sync_cpu_s",
     "sync_awake_cpu_s",
     "anonymous_MB",
