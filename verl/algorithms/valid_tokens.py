@@ -197,6 +197,13 @@ def row_sums(column: Column) -> Tensor:
     return column.layout.sum(column.values) if isinstance(column, Ragged) else column.sum(-1)
 
 
+def token_counts(mask: Column) -> Tensor:
+    """Count the ones of each row of a mask: (B, R) to (B,) int64."""
+    if not isinstance(mask, Ragged):
+        return (mask != 0).sum(-1)
+    return mask.layout.lengths if is_whole(mask) else mask.layout.sum((mask.values != 0).long())
+
+
 def values_of(column: Any) -> Tensor:
     """(B, R), or the values (T,) of a column without padding."""
     return column.values if isinstance(column, Ragged) else column

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from verl.algorithms.advantages import ADV_ESTIMATOR_REGISTRY, get_adv_estimator_fn
+from verl.batch.ragged import Ragged
 
 MASK = torch.tensor([[1, 1, 0, 1, 1, 0], [1, 1, 1, 1, 1, 1], [1, 1, 1, 0, 0, 0], [0, 1, 1, 0, 0, 0]])
 INDEX = np.array(["a", "b", "a", "a"], dtype=object)
@@ -162,8 +163,8 @@ def call(name, rewards, mask, index, columns, extras=None, **options):
     """Any estimator with those arguments it names: columns (B, ...), extras (B,) and options."""
     fn = get_adv_estimator_fn(name)
     available = {"token_level_rewards": rewards, "response_mask": mask, "index": index, **columns}
-    if isinstance(mask, torch.Tensor):
-        available["turn_state_ids"] = [[k % 2 for k in range(count)] for count in num_turns(mask)]
+    padded = mask.padded() if isinstance(mask, Ragged) else mask
+    available["turn_state_ids"] = [[k % 2 for k in range(count)] for count in num_turns(padded)]
     available |= {"non_tensor_batch": extras, **OPTIONS, **options}
     return fn(**{k: v for k, v in available.items() if k in inspect.signature(fn).parameters})
 

@@ -12,8 +12,17 @@ import torch
 from torch import Tensor
 
 from verl.algorithms.registry import About, Registry, takes_ragged
-from verl.algorithms.valid_tokens import BLOCK, ValidTokens, discounted_suffix_sum, is_whole, row_sums
-from verl.batch.ragged import Ragged, RowValues
+from verl.algorithms.valid_tokens import (
+    BLOCK,
+    ValidTokens,
+    as_column,
+    discounted_suffix_sum,
+    is_whole,
+    row_sums,
+    tokens_of,
+    values_of,
+)
+from verl.batch.ragged import Column, Ragged, RowValues
 from verl.utils.exit_codes import ExitCode
 
 AdvantageFn = Callable[..., tuple[Tensor, Tensor]]
@@ -202,18 +211,22 @@ class Turns(NamedTuple):
         return self.tokens.unpack(per_turn[self.number])
 
 
-def find_turns(token_level_rewards: Tensor, response_mask: Tensor) -> Turns:
-    """Find the turns of (B, R) token rewards: the runs of ones of a mask (B, R).
+def find_turns(token_level_rewards: Column, response_mask: Column) -> Turns:
+    """Find the turns of (B, R) token rewards: the runs of ones of a mask (B, R). Both with padding, or without.
 
     Raises:
         NonFiniteError: a reward of an unmasked token is NaN or infinite.
     """
-    tokens, is_own = ValidTokens(response_mask), response_mask != 0
+    tokens, is_own = tokens_of(response_mask), values_of(response_mask) != 0
     rewards = pack_finite("token_level_rewards", token_level_rewards, tokens)
     # a turn begins at each valid token whose left neighbour is none
     begins = is_own.clone()
-    begins[:, 1:] &= ~is_own[:, :-1]
-    begins = tokens.pack(begins)
+    begins[..., 1:] &= ~is_own[..., :-1]
+    if isinstance(response_mask, Ragged):  # the neighbour of a row's first token is of another row
+        layout = response_mask.layout
+        firsts = layout.offsets[:-1][layout.lengths > 0]
+        begins[firsts] = is_own[firsts]
+    begins = tokens.pack(as_column(begins, response_mask))
     starts = begins.nonzero().squeeze(-1)
     number = (begins.cumsum(0) - 1).clamp(min=0)  # a gap counts to the turn before it
     is_valid = tokens.repeat(torch.ones_like(tokens.lengths))

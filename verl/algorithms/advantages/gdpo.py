@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from verl.algorithms.advantages.common import Groups, builtin_estimator, outcome_scores, require_finite, whiten
-from verl.algorithms.valid_tokens import ValidTokens
+from verl.algorithms.valid_tokens import tokens_of
 
 
 @builtin_estimator(
@@ -18,6 +18,7 @@ from verl.algorithms.valid_tokens import ValidTokens
     "arXiv:2601.05242",
     "algorithms/advantages/test_gdpo.py::test_gdpo_by_hand_normalises_each_reward_before_the_sum",
     options="algorithm.gdpo_reward_keys algorithm.gdpo_reward_weights algorithm.advantage.whiten",
+    ragged=True,
 )
 def compute_gdpo_outcome_advantage(
     token_level_rewards: Tensor,
@@ -57,8 +58,8 @@ def compute_gdpo_outcome_advantage(
     # for its check alone: NaN rewards are refused though the columns are what is read
     outcome_scores(token_level_rewards)
     keys, weights = _rewards_to_combine(config)
-    groups, tokens = Groups(index, token_level_rewards.device), ValidTokens(response_mask)
-    combined = torch.zeros(len(response_mask), dtype=torch.float64, device=token_level_rewards.device)
+    groups, tokens = Groups(index, token_level_rewards.device), tokens_of(response_mask)
+    combined = torch.zeros(response_mask.shape[0], dtype=torch.float64, device=token_level_rewards.device)
     for key, weight in zip(keys, weights, strict=True):
         if key not in non_tensor_batch:
             raise ValueError(

@@ -23,6 +23,7 @@ STATE_COLUMN = "turn_state_ids"
     "arXiv:2505.10978",
     "algorithms/advantages/test_gigpo.py::test_gigpo_by_hand_compares_episodes_and_turns_of_the_same_state",
     options="algorithm.gigpo.{episode_weight,step_weight,mode} algorithm.step_gamma",
+    ragged=True,
 )
 def compute_gigpo_outcome_advantage(
     token_level_rewards: Tensor,

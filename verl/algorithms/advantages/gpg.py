@@ -6,6 +6,7 @@ import numpy as np
 from torch import Tensor
 
 from verl.algorithms.advantages.common import Groups, builtin_estimator, for_each_token, outcome_scores
+from verl.algorithms.valid_tokens import token_counts
 
 
 @builtin_estimator(
@@ -14,6 +15,7 @@ from verl.algorithms.advantages.common import Groups, builtin_estimator, for_eac
     "many groups all right or all wrong; goes with `loss_mode=gpg`",
     "arXiv:2504.02546",
     "algorithms/advantages/test_gpg.py::test_gpg_by_hand_scales_by_the_share_of_responses_that_teach",
+    ragged=True,
 )
 def compute_gpg_outcome_advantage(
     token_level_rewards: Tensor,
@@ -50,7 +52,7 @@ def compute_gpg_outcome_advantage(
     """
     scores, groups = outcome_scores(token_level_rewards), Groups(index, token_level_rewards.device)
     centred = groups.centred(scores)
-    has_tokens = (response_mask != 0).any(-1)
+    has_tokens = token_counts(response_mask) != 0
     # of centred scores: counting scores that are not 0 would make alpha depend on where a reward's scale has its zero
     alpha = has_tokens.sum() / (has_tokens & (centred != 0)).sum().clamp(min=1)
     return for_each_token(alpha * centred / f_norm, token_level_rewards, response_mask)

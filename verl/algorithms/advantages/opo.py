@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from verl.algorithms.advantages.common import Groups, builtin_estimator, for_each_token, outcome_scores
+from verl.algorithms.valid_tokens import token_counts
 
 
 @builtin_estimator(
@@ -15,6 +16,7 @@ from verl.algorithms.advantages.common import Groups, builtin_estimator, for_eac
     "lengths differ much; one exactly on-policy step a batch",
     "arXiv:2505.23585",
     "algorithms/advantages/test_opo.py::test_opo_by_hand_weighs_the_baseline_by_length",
+    ragged=True,
 )
 def compute_opo_outcome_advantage(
     token_level_rewards: Tensor,
@@ -47,7 +49,7 @@ def compute_opo_outcome_advantage(
     Source: Hao et al. 2025, On-Policy RL with Optimal reward baseline, equation 8 (arXiv:2505.23585).
     """
     scores, groups = outcome_scores(token_level_rewards), Groups(index, token_level_rewards.device)
-    lengths = (response_mask != 0).sum(-1).to(scores)
+    lengths = token_counts(response_mask).to(scores)
     # a group may have no token at all, where every response was masked
     baseline = groups.sum(lengths * scores) / groups.sum(lengths).clamp(min=1)
     advantages = scores - torch.where(groups.is_alone, 0, baseline)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from verl.algorithms.advantages.common import builtin_estimator, find_turns, pack_finite
-from verl.algorithms.valid_tokens import ValidTokens
+from verl.algorithms.valid_tokens import tokens_of
 
 
 @builtin_estimator(
@@ -18,6 +18,7 @@ from verl.algorithms.valid_tokens import ValidTokens
     "[Williams 1992](https://doi.org/10.1007/BF00992696)",
     "algorithms/advantages/test_reinforce.py::test_reinforce_by_hand",
     options="algorithm.gamma",
+    ragged=True,
 )
 def compute_reinforce_advantage(
     token_level_rewards: Tensor, response_mask: Tensor, gamma: float
@@ -41,7 +42,7 @@ def compute_reinforce_advantage(
 
     Source: Williams 1992, https://doi.org/10.1007/BF00992696
     """
-    tokens = ValidTokens(response_mask)
+    tokens = tokens_of(response_mask)
     returns = tokens.unpack(tokens.suffix_sum(pack_finite("token_level_rewards", token_level_rewards, tokens), gamma))
     return returns, returns
 
@@ -53,6 +54,7 @@ def compute_reinforce_advantage(
     "arXiv:2512.24873",
     "algorithms/advantages/test_reinforce.py::test_agentic_reinforce_by_hand_discounts_by_turns_not_by_tokens",
     options="algorithm.gamma",
+    ragged=True,
 )
 def compute_agentic_reinforce_advantage(
     token_level_rewards: Tensor, response_mask: Tensor, gamma: float
@@ -91,6 +93,7 @@ def compute_agentic_reinforce_advantage(
     "arXiv:2505.10978",
     "algorithms/advantages/test_reinforce.py::test_step_reinforce_by_hand_sets_each_turns_return_on_its_last_token",
     options="algorithm.gamma algorithm.step_gamma",
+    ragged=True,
 )
 def compute_step_reinforce_advantage(
     token_level_rewards: Tensor, response_mask: Tensor, gamma: float, step_gamma: float = 0.95

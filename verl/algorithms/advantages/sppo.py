@@ -15,6 +15,7 @@ from verl.algorithms.advantages.common import Groups, builtin_estimator, for_eac
     "with `loss_mode=sppo`; rewards that tell which is better, not by how much",
     "arXiv:2405.00675",
     "algorithms/advantages/test_every_estimator.py::test_by_hand_in_a_batch_and_alone",
+    ragged=True,
 )
 def compute_sppo_outcome_advantage(
     token_level_rewards: Tensor, response_mask: Tensor, index: np.ndarray, **kwargs: Any

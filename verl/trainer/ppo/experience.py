@@ -137,7 +137,7 @@ def _column_or_extra(data: DataProto, name: str) -> list[Any]:
 
 def gigpo_metrics(data: DataProto) -> dict[str, float]:
     """Return metrics of the turns of responses, and of those that ``gigpo`` can compare."""
-    turns = find_turns(response_column(data, "token_level_rewards"), response_column(data, "response_mask"))
+    turns = find_turns(data.ragged("token_level_rewards"), data.ragged("response_mask"))
     return anchor_metrics(anchor_groups(turns, data.non_tensor_batch["uid"], turn_states(data)), len(data))
 
 
