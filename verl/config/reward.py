@@ -165,6 +165,11 @@ class RewardRouterConfig(Config):
     requests_per_minute: float | None = option(None, above=0)
     """Requests begun in a minute. Null: no limit."""
 
+    tokens_per_minute: float | None = option(None, above=0)
+    """Tokens of prompts and answers in a minute, at an even pace. A request counts as its token ids, or a quarter of
+    its text's bytes, and the tokens it asks for; once it is answered, as what the server says that it took. Null: no
+    limit."""
+
     timeout_s: float = option(300.0, above=0)
     """Seconds a server may take for an answer."""
 

@@ -1,9 +1,9 @@
 """The router of a judge or classifier: an address of this machine, behind which are the servers of ``reward_model``.
 
 Reward functions ask it as they would ask one OpenAI-compatible server, the client of a classifier by `Router.post`. It
-limits the requests under way and their rate, sends each to the server with the fewest, tries again elsewhere what
-failed for now, and answers with an error that names the servers when all tries failed. It starts before there is a
-server: requests wait for one.
+limits the requests under way, their rate and that of their tokens, sends each to the server with the fewest, tries
+again elsewhere what failed for now, and answers with an error that names the servers when all tries failed. It starts
+before there is a server: requests wait for one.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import secrets
 import threading
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from typing import Any
 
 from aiohttp import ClientError, ClientResponseError, ClientSession, ClientTimeout, TCPConnector, web
@@ -26,6 +27,110 @@ from verl.rewards.scorers import http_json
 logger = logging.getLogger(__name__)
 
 _MOST_BYTES = 256 << 20
+
+_TEXTS = ("messages", "prompt", "input", "text", "input_ids", "tools", "query", "documents")
+"""Fields of a request that the model reads."""
+
+_ASKED = ("max_completion_tokens", "max_tokens", "max_new_tokens")
+"""Fields that bound the tokens of an answer; the first of them counts."""
+
+
+class Pace:
+    """Limits of requests and of tokens a minute: requests begin in turn, and no faster on average.
+
+    What a request takes is estimated when it begins and put right by `correct`, for those that still wait too. A minute
+    without requests saves nothing up.
+
+    Args:
+        requests: a minute; None: any number.
+        tokens: a minute, likewise.
+    """
+
+    def __init__(self, requests: float | None, tokens: float | None):
+        self.requests, self.tokens = requests, tokens
+        self._turns, self._corrected = asyncio.Lock(), asyncio.Event()
+        self._next_request = self._next_token = 0.0
+        """Times, of the running loop's clock, from which the next request keeps each of the limits."""
+
+    async def turn(self, tokens: int) -> None:
+        """Wait until a request of so many tokens may begin."""
+        if not (self.requests or self.tokens):
+            return
+        now = asyncio.get_running_loop().time
+        async with self._turns:
+            while (wait_s := max(self._next_request, self._next_token) - now()) > 0:
+                self._corrected.clear()
+                with suppress(asyncio.TimeoutError):
+                    await asyncio.wait_for(self._corrected.wait(), wait_s)
+            if self.requests:
+                self._next_request = now() + 60 / self.requests
+            self._take(tokens)
+
+    def correct(self, estimated: int, tokens: int) -> None:
+        """Count a request that was begun with ``estimated`` tokens as ``tokens``."""
+        self._take(tokens - estimated)
+        self._corrected.set()
+
+    def _take(self, tokens: int) -> None:
+        if self.tokens:
+            now = asyncio.get_running_loop().time()
+            start = max(now, self._next_token) if tokens > 0 else self._next_token
+            self._next_token = start + 60 * tokens / self.tokens
+
+
+def estimated_tokens(body: bytes) -> int:
+    """Tokens that a request will take: those it asks for, of its text a quarter of the bytes; 0 for what is no JSON."""
+    fields = _json(body)
+    if not isinstance(fields, dict):
+        return 0
+    answers = fields["n"] if isinstance(fields.get("n"), int) else 1
+    return sum(_tokens_of(fields.get(name)) for name in _TEXTS) + answers * _asked_tokens(fields)
+
+
+def _asked_tokens(fields: dict[str, Any]) -> int:
+    params = fields.get("sampling_params")  # as SGLang's /generate has it
+    found = [place[name] for place in (fields, params) if isinstance(place, dict) for name in _ASKED if name in place]
+    return next((count for count in found if isinstance(count, int)), 0)
+
+
+def used_tokens(content: bytes) -> int | None:
+    """Tokens that an answer says it took, as OpenAI's API (``usage``) and SGLang's (``meta_info``) do, else None."""
+    answer = _json(content)
+    found = [
+        _counted(one.get("usage")) or _counted(one.get("meta_info"))
+        for one in (answer if isinstance(answer, list) else [answer])
+        if isinstance(one, dict)
+    ]
+    counts = [count for count in found if count is not None]
+    return sum(counts) if counts else None
+
+
+def _counted(usage: Any) -> int | None:
+    if not isinstance(usage, dict):
+        return None
+    if isinstance(usage.get("total_tokens"), int):
+        return usage["total_tokens"]
+    names = ("prompt_tokens", "completion_tokens", "input_tokens", "output_tokens")
+    parts = [usage[name] for name in names if isinstance(usage.get(name), int)]
+    return sum(parts) if parts else None
+
+
+def _json(text: bytes) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError:
+        return None
+
+
+def _tokens_of(value: Any) -> int:
+    """Token ids count as they are; images and other data in URLs do not count, the server knows their tokens."""
+    if isinstance(value, str):
+        return 0 if value.startswith("data:") else -(-len(value.encode()) // 4)
+    if isinstance(value, dict):
+        return sum(map(_tokens_of, value.values()))
+    if isinstance(value, list):
+        return sum(map(_tokens_of, value))
+    return int(isinstance(value, int) and not isinstance(value, bool))
 
 
 class Router:
@@ -47,7 +152,7 @@ class Router:
         self._running: dict[str, int] = {}
         self._models: dict[str, str] = {}
         self._key: str | None = None
-        self._next_turn = 0.0
+        self._pace = Pace(options.requests_per_minute, options.tokens_per_minute)
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="verl-reward-router", daemon=True)
         self._thread.start()
@@ -114,6 +219,8 @@ class Router:
         """Status, content and its type, of the first server that answers; 502 when all tries failed."""
         causes: list[str] = []
         wanted: str | None = None
+        counts_tokens = self.options.tokens_per_minute is not None
+        tokens = estimated_tokens(body) if counts_tokens else 0
         async with self._gate:
             for attempt in range(self.options.tries):
                 if attempt:
@@ -121,7 +228,7 @@ class Router:
                     await asyncio.sleep(http_json.pause_s(attempt, wanted if len(self._urls) == 1 else None))
                 wanted = None
                 await self._has_servers.wait()
-                await self._wait_for_turn()
+                await self._pace.turn(tokens)
                 # of those with the fewest requests, another one at each try
                 fewest = sorted(self._urls, key=lambda url: self._running[url])
                 url = fewest[attempt % len(fewest)] if attempt else fewest[0]
@@ -134,6 +241,8 @@ class Router:
                     continue
                 finally:
                     self._running[url] = max(0, self._running.get(url, 1) - 1)
+                if counts_tokens and (used := used_tokens(content)) is not None:
+                    self._pace.correct(tokens, used)
                 if status not in http_json.RETRIED:
                     return status, content, answers
                 causes.append(f"{url}: status {status}: {content[:300].decode(errors='replace')}")
@@ -145,13 +254,6 @@ class Router:
         logger.warning("%s", message)
         answer = {"error": {"message": message, "type": "reward_servers"}}
         return 502, json.dumps(answer).encode(), "application/json"
-
-    async def _wait_for_turn(self) -> None:
-        """Begin requests at the even pace of ``requests_per_minute``."""
-        if self.options.requests_per_minute:
-            now = self._loop.time()
-            turn, self._next_turn = self._next_turn, max(now, self._next_turn) + 60 / self.options.requests_per_minute
-            await asyncio.sleep(max(0.0, turn - now))
 
     async def _send(
         self, url: str, method: str, path: str, query: Mapping[str, str], body: bytes, kind: str
