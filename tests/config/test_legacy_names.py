@@ -8,7 +8,7 @@ from verl.config.command_line import locate
 from verl.config.load import load
 from verl.config.ppo import PPOConfig
 
-from .helpers import RUNNABLE, problems
+from .helpers import RUNNABLE, notes, problems, typed
 
 A, R = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 
@@ -28,6 +28,11 @@ A, R = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
         ("reward.reward_manager.name=batch", "reward_model.reward_manager", "batch"),
         ("reward.num_workers=3", "reward_model.sandbox.workers", 3),
         ("reward_model.num_workers=3", "reward_model.sandbox.workers", 3),
+        ("+reward_model.max_concurrent=3", "reward_model.router.max_concurrent", 3),
+        ("+reward_model.max_rpm=60", "reward_model.router.requests_per_minute", 60.0),
+        ("+reward_model.max_tpm=5000", "reward_model.router.tokens_per_minute", 5000.0),
+        ("+reward.max_tpm=5000", "reward_model.router.tokens_per_minute", 5000.0),
+        ("+reward_model.timeout=30", "reward_model.sandbox.timeout_s", 30.0),
         ("reward.reward_model.enable_resource_pool=true", "reward_model.enable_resource_pool", True),
         ("reward.reward_model.rollout.dtype=float32", "reward_model.rollout.dtype", "float32"),
         ("reward.custom_reward_function.path=a.py", "custom_reward_function.path", "a.py"),
@@ -79,6 +84,36 @@ def test_a_feature_that_is_asked_for_is_named_with_what_to_do_instead(word, way_
     text = problems(word)
     assert f"{word} asks for " in text and "not built" in text and way_out in text
     assert "no longer exists" not in text
+
+
+JUDGED = ("reward_model.server_urls=[http://judge:8000]", "custom_reward_function.path=judge.py")
+
+
+@pytest.mark.parametrize(
+    ("name", "now"),
+    [("rate_limited", "router.max_concurrent"), ("limited", "router.max_concurrent"), ("remote", "sandbox.workers")],
+)
+def test_managers_of_the_reward_loop_are_naive_with_limits_of_their_own(name, now):
+    words = (f"reward_model.reward_manager={name}", *JUDGED)
+    assert typed(*words).reward_model.reward_manager == "naive"
+    assert f"{name} is called naive" in notes(*words) and now in notes(*words)
+
+
+def test_a_manager_of_the_users_keeps_a_name_of_the_reward_loop(monkeypatch):
+    from verl.rewards.managers import rule
+
+    monkeypatch.setitem(rule.REWARD_MANAGER_REGISTRY, "remote", rule.AbstractRewardManager)
+    loaded = load_over(RUNNABLE, ["reward_model.reward_manager=remote", "trainer.seed=3"])
+    assert not loaded.problems and loaded.config.reward_model.reward_manager == "remote"
+
+
+def test_limits_of_the_router_that_no_request_passes_are_said():
+    words = ("+reward_model.max_rpm=60", "+reward_model.estimated_tokens_per_request=2000")
+    said = notes(*words)
+    assert "router.requests_per_minute=60.0 has no effect: there are no servers" in said
+    assert "what a reward function asks elsewhere does not pass the router" in said
+    assert "estimated_tokens_per_request=2000 has no effect: it is for one estimate" in said
+    assert "router.requests_per_minute=60.0 has no effect" not in notes(*words, *JUDGED)
 
 
 def test_a_launchers_tree_is_understood_whole():

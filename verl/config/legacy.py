@@ -5,6 +5,8 @@ the names, ``release_keys.tsv`` all keys of verl's releases with their defaults,
 """
 
 import json
+import os
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from functools import lru_cache
 from pathlib import Path
@@ -489,7 +491,33 @@ def translate_values(tree: dict) -> list[str]:
         if isinstance(value, str) and value in names:
             put_key(tree, key, names[value])
             messages.append(f"{key}: {value} is called {show(names[value])}")
-    return messages
+    return messages + _translate_reward_manager(tree)
+
+
+_LIMITED = (
+    "reward_model.router.max_concurrent, requests_per_minute and tokens_per_minute limit what a function asks of its "
+    "argument reward_router_address"
+)
+_LOOP_MANAGERS = {
+    "rate_limited": _LIMITED,
+    "limited": _LIMITED,
+    "remote": "functions run in reward_model.sandbox.workers processes of their own",
+}
+"""Managers of verl's reward loop that are ``naive`` here, and what does what they add."""
+
+
+def _translate_reward_manager(tree: dict) -> list[str]:
+    key = "reward_model.reward_manager"
+    name = at_key(tree, key)
+    if not isinstance(name, str) or name not in _LOOP_MANAGERS:
+        return []
+    # a manager of the user's may have the name, or get it from a module that is imported later
+    has_modules = at_key(tree, "actor_rollout_ref.model.external_lib") or os.environ.get("VERL_USE_EXTERNAL_MODULES")
+    registry = getattr(sys.modules.get("verl.rewards.managers.rule"), "REWARD_MANAGER_REGISTRY", ())
+    if has_modules or name in registry:
+        return []
+    put_key(tree, key, "naive")
+    return [f"{key}: {name} is called naive, and {_LOOP_MANAGERS[name]}"]
 
 
 def translate_logger(tree: dict) -> list[str]:

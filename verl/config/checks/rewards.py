@@ -248,7 +248,8 @@ def reward_model_options_without_reward_model(config: PPOConfig, is_given: IsGiv
         "judge",
         "server_urls",
         "use_reward_loop",
-        *(("model", "router") if config.reward_model.asks_servers else ()),
+        "router",
+        *(("model",) if config.reward_model.asks_servers else ()),
         *(("rollout", *_OWN_DEVICES) if config.reward_model.runs_judge else ()),
     )
     keys = [key for key in given_below(RM, config, is_given) if key.split(".")[1] not in of_functions]
@@ -261,11 +262,15 @@ _OWN_DEVICES = ("enable_resource_pool", "nnodes", "n_gpus_per_node", "server_hos
 @validator("warning")
 def reward_server_options_unused(config: PPOConfig, is_given: IsGiven) -> Iterator[Problem]:
     rm = config.reward_model
+    if not rm.asks_servers:
+        keys = list(given_below(f"{RM}.router", config, is_given))
+        why = f"there are no servers without {RM}.server_urls"
+        if not rm.enable:
+            why += ", and what a reward function asks elsewhere does not pass the router"
+        yield from unused(config, keys, is_given, why)
     if not rm.enable:
         return
     if not rm.asks_servers:
-        keys = list(given_below(f"{RM}.router", config, is_given))
-        yield from unused(config, keys, is_given, f"there are no servers without {RM}.server_urls")
         yield from unused(config, [f"{RM}.server_host"], is_given, "it is of a judge in a rollout engine")
     elif rm.runs_server:
         keys = [f"{RM}.strategy", f"{RM}.micro_batch_size_per_gpu", f"{RM}.router.server"]
