@@ -16,13 +16,14 @@ import time
 import traceback
 from array import array
 from collections import Counter
-from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from contextlib import suppress
 from functools import partial
 from itertools import count
 from typing import Any, Protocol
 
 from verl.agents.base import AgentLoopOutput, close_shared
+from verl.agents.clients import BorrowingClient, WorkersClient, shifted
 from verl.agents.episode import AssistantTurn, ConversationEnvironment, Reply, ReplyLog
 from verl.agents.rows import EventLoopPulse, RowOutput, RowRunner
 from verl.config.base import READ, Config, get_path
@@ -72,6 +73,8 @@ class SentSample(Protocol):
 # -- messages ----------------------------------------------------------------------------------------------------------
 _LENGTH_BYTES = 8
 _TOKEN_BYTES = 32
+NO_ANSWER = 0
+"""Number of a message to which no answer is expected; calls have numbers from 1."""
 _ARRAYS = {"prompt_ids": "i", "response_ids": "i", "response_mask": "b", "response_logprobs": "d"}
 
 
@@ -127,6 +130,8 @@ class AgentLoopWorker(Worker):
         own_tree = None if trainer_config is None else part_of(trainer_config, processes)
         self.runner = RowRunner(part_of(config, processes), tokenizer, processor, own_tree)
         self.client: RolloutClient
+        self._server_set = 0
+        """Number of the client's servers; 0: there are none yet."""
         self.samples: dict[str, SentSample] = {}
         """Those that run, by the name of the run: one that is stopped may begin again at once."""
         self.kept: dict[str, ConversationEnvironment] = {}
@@ -171,9 +176,8 @@ class AgentLoopWorker(Worker):
         with suppress(asyncio.IncompleteReadError, OSError):
             while True:
                 number, method, arguments = await receive(reader)
-                if method == "cancel":
-                    if (task := self._tasks.get(arguments[0])) is not None:
-                        task.cancel()
+                if number == NO_ANSWER:
+                    getattr(self, f"on_{method}")(*arguments)
                     continue
                 task = asyncio.ensure_future(self._answer(number, getattr(self, f"on_{method}"), arguments))
                 self._tasks[number] = task
@@ -208,11 +212,35 @@ class AgentLoopWorker(Worker):
 
     # what the driver asks for
 
-    async def on_servers(self, addresses: Sequence[str], token: str, max_running: int | None) -> None:
-        """Send requests to these servers from now on."""
+    def on_cancel(self, number: int) -> None:
+        """Cancel a call."""
+        if (task := self._tasks.get(number)) is not None:
+            task.cancel()
+
+    def on_lend(self, server_set: int, *answer: Any) -> None:
+        """Send the request that waits for this slot; see `BorrowingClient.take`."""
+        if server_set == self._server_set and isinstance(self.client, BorrowingClient):
+            self.client.take(*answer)
+
+    async def on_servers(self, addresses: Sequence[str], token: str, is_limited: bool, server_set: int) -> None:
+        """Send requests to these servers from now on.
+
+        Args:
+            is_limited: the driver lends a slot for each request.
+            server_set: number of these servers: those that were started again have another.
+        """
+        if server_set == self._server_set:
+            return
         if hasattr(self, "client"):
             await self.client.close()
-        self.client = RolloutClient(addresses, token, max_running)
+        self._server_set = server_set
+        if is_limited:
+            self.client = BorrowingClient(addresses, token, partial(self._tell, server_set))
+        else:
+            self.client = RolloutClient(addresses, token)
+
+    def _tell(self, server_set: int, method: str, *arguments: Any) -> None:
+        self._writer.write(framed((NO_ANSWER, (method, server_set, arguments), None)))
 
     async def on_row(
         self,
@@ -306,11 +334,6 @@ def sendable(error: BaseException) -> BaseException:
     return error
 
 
-def shifted(spans: Iterable[Span], seconds: float) -> list[Span]:
-    """Return spans on another clock."""
-    return [Span(one.replica, one.submitted + seconds, one.started + seconds, one.ended + seconds) for one in spans]
-
-
 def part_of(config: Any, processes: int) -> Any:
     """Return a configuration in which the limits of ``_SPLIT`` are those of one process, rounded up."""
     changes = {key: -(-value // processes) for key in _SPLIT if (value := get_path(config, key))}
@@ -334,10 +357,14 @@ class ProcessLost(RolloutServerError):
 
 
 class Link:
-    """The connection to one process."""
+    """The connection to one process.
 
-    def __init__(self, process: int, writer: asyncio.StreamWriter):
-        self.process, self.writer = process, writer
+    Args:
+        on_message: takes messages of the process that answer no call: (link, method, server set, arguments).
+    """
+
+    def __init__(self, process: int, writer: asyncio.StreamWriter, on_message: Callable[..., None]):
+        self.process, self.writer, self.on_message = process, writer, on_message
         self.rows = 0
         """Rows that run there."""
         self.is_lost = False
@@ -358,16 +385,23 @@ class Link:
         """Return the result of a method there."""
         return await self.submit(method, *arguments)[1]
 
+    def notify(self, method: str, *arguments: Any) -> None:
+        """Send a message to which there is no answer."""
+        if not self.is_lost:
+            self.writer.write(framed((NO_ANSWER, method, arguments)))
+
     def cancel(self, number: int) -> None:
         """Cancel a call; it is answered all the same."""
-        if not self.is_lost:
-            self.writer.write(framed((0, "cancel", (number,))))
+        self.notify("cancel", number)
 
     async def serve(self, reader: asyncio.StreamReader) -> None:
         """Take answers until the connection ends."""
         with suppress(asyncio.IncompleteReadError, OSError):
             while True:
                 number, content, error = await receive(reader)
+                if number == NO_ANSWER:
+                    self.on_message(self, *content)
+                    continue
                 future = self._waiting.pop(number, None)
                 if future is None or future.done():
                     continue
@@ -415,6 +449,7 @@ class AgentLoopWorkers:
         """How often each process was started again since `next_batch`."""
         self._runs = count(1)
         self._servers: tuple[Any, ...] = ()
+        self._client: WorkersClient | None = None
         self.released: int | None = None
         """Version of the weights under which samples with a gate may send requests; None: they are held."""
         self._server: asyncio.Server | None = None
@@ -478,7 +513,7 @@ class AgentLoopWorkers:
         if not secrets.compare_digest(said[:_TOKEN_BYTES], self._token.encode()) or number in self.links:
             writer.close()
             return
-        link = Link(number, writer)
+        link = Link(number, writer, self._take_message)
         # servers and version that every process has; messages arrive in order, so before the first row
         known = [link.submit("servers", *self._servers)] if self._servers else []
         known += [link.submit("release", self.released)] if self.released is not None else []
@@ -488,16 +523,25 @@ class AgentLoopWorkers:
             await asyncio.gather(link.serve(reader), *(future for _, future in known), return_exceptions=True)
         finally:
             writer.close()
+            if self._client is not None:
+                self._client.reclaim(link)
 
-    def use_servers(self, addresses: Sequence[str], token: str, max_running: int | None) -> "WorkersClient":
+    def _take_message(self, link: Link, method: str, server_set: int, arguments: tuple) -> None:
+        # slots of servers that others have replaced are no longer there: neither are those that a process has of them
+        if self._client is not None and self._client.server_set == server_set:
+            getattr(self._client, f"on_{method}")(link, *arguments)
+
+    def use_servers(self, addresses: Sequence[str], token: str, max_running: int | None) -> WorkersClient:
         """Have the processes send their requests to these servers; returns the driver's client of them.
 
         Args:
-            max_running: requests under way at one server at most, of all processes; each has its part.
+            max_running: requests under way at one server at most, of all processes; the driver lends them the slots.
         """
-        self._servers = (addresses, token, max_running and max_running // self.size)
+        server_set = 1 if self._client is None else self._client.server_set + 1
+        self._client = WorkersClient(self, addresses, token, max_running, server_set)
+        self._servers = (addresses, token, max_running is not None, server_set)
         self._wait(self.all("servers", *self._servers))
-        return WorkersClient(self, addresses, token, max_running)
+        return self._client
 
     async def all(self, method: str, *arguments: Any) -> list[Any]:
         """Call a method of every process that runs; returns the results of those that did not end meanwhile."""
@@ -628,49 +672,3 @@ class RemoteEnvironment(ConversationEnvironment):
     async def close(self) -> None:
         with suppress(RolloutServerError):
             await self.link.call("forget", [self.sample_id])
-
-
-class WorkersClient(RolloutClient):
-    """The driver's client of rollout servers to which other processes send requests, too."""
-
-    def __init__(self, workers: AgentLoopWorkers, addresses: Sequence[str], token: str, max_running: int | None):
-        super().__init__(addresses, token, max_running)
-        self.workers = workers
-
-    async def abort(self, request_ids: Iterable[str] | None = None) -> None:
-        """As `RolloutClient.abort`; samples that other processes run are stopped, by what is ``running``."""
-        ids = None if request_ids is None else list(request_ids)
-        await super().abort(ids)
-        if ids:
-            await self.workers.all("stop", ids)  # those of a process that is lost begin again, and are stopped then
-
-    def take_spans(self, since: float | None = None) -> list[Span]:
-        """As `RolloutClient.take_spans`, of all processes. Not from the event loop."""
-        shift = time.time() - time.monotonic()
-        asked = self.workers.all("spans", None if since is None else since + shift)
-        found = self.workers.wait_for(asked)
-        return [*super().take_spans(since), *(span for spans in found for span in shifted(spans, -shift))]
-
-    async def hold(self) -> None:
-        """Have samples with a gate send no request until `release`."""
-        self.workers.released = None
-        await self.workers.all("hold")
-
-    async def release(self, version: int) -> None:
-        """Let requests be sent again, under the weights of ``version``."""
-        self.workers.released = version
-        await self.workers.all("release", version)
-
-    async def fetch_logs(self, samples: Mapping[str, SentSample], interrupts: bool = False) -> None:
-        """Bring the progress logs of samples that run to their newest state.
-
-        Args:
-            samples: by id.
-            interrupts: end their requests first; they wait for `release`.
-        """
-        if interrupts:
-            self.workers.released = None
-        for logs in await self.workers.all("logs", interrupts):
-            for sample_id, log in logs.items():
-                if (sample := samples.get(sample_id)) is not None and sample.running is not None:
-                    sample.log.turns, sample.log.replies.replies = log.turns, log.replies.replies

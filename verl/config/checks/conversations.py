@@ -48,15 +48,6 @@ def prompts_are_measured_with_the_tools_they_show(config: PPOConfig) -> Iterator
             yield problem(config, f"data.{name}", text, key)
 
 
-@validator("error")
-def every_process_of_agent_loops_may_send_requests(config: PPOConfig) -> Iterator[Problem]:
-    rollout, key = config.actor_rollout_ref.rollout, f"{ROLLOUT}.max_running_requests"
-    size, limit = rollout.agent.num_workers, rollout.max_running_requests
-    if rollout.mode == "async" and limit is not None and limit < size:
-        text = f"is less than {ROLLOUT}.agent.num_workers={size}, of which each sends requests. Raise it to {size}."
-        yield problem(config, key, text, f"{ROLLOUT}.agent.num_workers")
-
-
 @validator("warning")
 def conversations_without_anyone_to_answer(config: PPOConfig, is_given: IsGiven) -> Iterator[Problem]:
     rollout = config.actor_rollout_ref.rollout

@@ -35,8 +35,11 @@ _MAX_NAMED = 4
 
 
 @dataclass
-class _Server:
+class Server:
+    """A rollout server, as its client knows it."""
+
     address: str
+    number: int
     load: int = 0
     """Requests that have their turn."""
     running: dict[str, Request] = field(default_factory=dict)
@@ -72,12 +75,12 @@ class RolloutClient:
         if not addresses:
             raise ValueError("RolloutClient(addresses=[]): there is no server to ask. Name at least one.")
         self.max_running = max_running
-        self._servers = [_Server(address.rstrip("/")) for address in addresses]
+        self._servers = [Server(address.rstrip("/"), number) for number, address in enumerate(addresses)]
         self._headers = {"Authorization": f"Bearer {token}"} if token else {}
         self._timeout = aiohttp.ClientTimeout(total=None, sock_read=timeout_s)
         self._waiting: list[_Waiting] = []
         self._arrivals = count()
-        self._server_of_session: OrderedDict[str, _Server] = OrderedDict()
+        self._server_of_session: OrderedDict[str, Server] = OrderedDict()
         self._http: aiohttp.ClientSession | None = None
         self._spans: deque[Span] = deque(maxlen=_SPANS)
         self._running: dict[str, tuple[str, float, float]] = {}
@@ -180,11 +183,9 @@ class RolloutClient:
 
     # -- queue and choice of server ------------------------------------------------------------------------------------
 
-    async def _acquire_server(self, request_id: str, session: str | None, priority: int) -> _Server | None:
+    async def _acquire_server(self, request_id: str, session: str | None, priority: int) -> Server | None:
         """Wait for a free slot at a server; None if `abort` came first."""
-        turn: asyncio.Future[_Server | None] = asyncio.get_running_loop().create_future()
-        heapq.heappush(self._waiting, _Waiting(-priority, next(self._arrivals), request_id, session, turn))
-        self._dispatch_waiting()
+        turn = self._enqueue(request_id, session, priority)
         try:
             return await turn
         except asyncio.CancelledError:
@@ -192,7 +193,13 @@ class RolloutClient:
                 self._release_server(turn.result())
             raise
 
-    def _release_server(self, server: _Server) -> None:
+    def _enqueue(self, request_id: str, session: str | None, priority: int) -> asyncio.Future[Server | None]:
+        turn: asyncio.Future[Server | None] = asyncio.get_running_loop().create_future()
+        heapq.heappush(self._waiting, _Waiting(-priority, next(self._arrivals), request_id, session, turn))
+        self._dispatch_waiting()
+        return turn
+
+    def _release_server(self, server: Server) -> None:
         server.load -= 1
         self._dispatch_waiting()
 
@@ -216,10 +223,10 @@ class RolloutClient:
         for item in kept:
             heapq.heappush(self._waiting, item)
 
-    def _has_room(self, server: _Server) -> bool:
+    def _has_room(self, server: Server) -> bool:
         return server.error is not None or self.max_running is None or server.load < self.max_running
 
-    def _choose(self, session: str | None) -> _Server | None:
+    def _choose(self, session: str | None) -> Server | None:
         """The session's server, or the least loaded; None if it is full."""
         if session is not None and session in self._server_of_session:
             self._server_of_session.move_to_end(session)
@@ -237,7 +244,7 @@ class RolloutClient:
 
     # -- HTTP ----------------------------------------------------------------------------------------------------------
 
-    async def _call(self, server: _Server, path: str, body: Any = None) -> Any:
+    async def _call(self, server: Server, path: str, body: Any = None) -> Any:
         """POST a body, packed or to be written as JSON, or GET without one."""
         method = "GET" if body is None else "POST"
         sent = {"data": body, "headers": {"Content-Type": BINARY}} if isinstance(body, bytes) else {"json": body}
@@ -265,7 +272,7 @@ class RolloutClient:
         return self._http
 
     @staticmethod
-    def _failure_message(server: _Server, cause: str) -> str:
+    def _failure_message(server: Server, cause: str) -> str:
         last = list(server.running.items())[-_MAX_NAMED:]
         listed = ", ".join(
             f"{request_id} (prompt of {len(request.prompt_ids)} tokens, at most {request.sampling.max_tokens} more)"
