@@ -87,7 +87,7 @@ def test_the_old_name_of_the_bound_is_understood():
         ([f"{V1}.trainer_mode=separate_async", f"{V1}.sampler.max_off_policy_strategy=keep"], "generated again"),
         ([f"{A}.staleness_threshold=2", f"{ROLLOUT}.max_staleness=3"], "threshold=2 means actor_rollout_ref.rollout."),
         ([f"{A}.compute_advantage_in_rollout=true"], "a part of verl's fully asynchronous trainer"),
-        ([f"{V1}.trainer_mode=async"], "is not a mode; there are sync, colocate_async, separate_async"),
+        ([f"{V1}.trainer_mode=async"], "Its modes are sync, colocate_async, separate_async."),
         (
             [f"{V1}.trainer_mode=separate_async", f"{V1}.separate_async.parameter_sync_step=4"],
             "4 x 4 means data.train_batch_size=16, and data.train_batch_size=8 was given",

@@ -34,13 +34,17 @@ class Rejection(NamedTuple):
 
 @dataclass
 class RolloutCorrectionConfig(Config):
-    """Corrections for tokens that were sampled with other probabilities than the trainer's. All of it is off by
-    default, needs ``rollout.calculate_log_probs``, and is about r = pi_old / pi_rollout. See docs/algorithms.md."""
+    """Corrections for tokens that were sampled with other probabilities than the trainer's. All of it is off unless
+    given, but for ``rollout_is`` with partial rollouts; it needs ``rollout.calculate_log_probs``, and is about
+    r = pi_old / pi_rollout. See docs/algorithms.md."""
 
     _target_: ClassVar[str] = "verl.trainer.config.RolloutCorrectionConfig"
 
     rollout_is: RatioLevel | None = None
-    """Multiply the policy loss of each token by r, within bounds, as importance sampling asks for. Null: do not."""
+    """Multiply the policy loss of each token by r, within bounds, as importance sampling asks for. Null: do not.
+    Unless given: ``token`` with ``rollout.partial_rollout`` and a ``max_staleness`` above 0, whose tokens are of
+    several versions of the weights (not with ``rollout_rs``, ``bypass_mode``, ``loss_mode=tis``, a loss of yours or
+    ``skip_old_log_probs``); null on the command line, or false, leaves it out."""
 
     rollout_is_threshold: float | str = 2.0
     """Upper bound of r in ``rollout_is``, or both as text, 0.5_5.0: weights beyond them are then 0 (IcePop). Source:

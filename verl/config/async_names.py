@@ -10,7 +10,8 @@ import math
 from typing import Any
 
 from verl.config.base import Problem
-from verl.config.tree import at_key, is_interpolation, pop_key, put_key, show
+from verl.config.features import feature_of_key, not_built
+from verl.config.tree import at_key, flatten, is_interpolation, pop_key, put_key, show
 
 _ASYNC, _V1 = "async_training", "trainer.v1"
 _ROLLOUT, _SAMPLER = "actor_rollout_ref.rollout", f"{_V1}.sampler"
@@ -30,8 +31,10 @@ _KEYS = (
 )
 _V1_KEYS = (
     *("trainer_mode", "separate_async.num_warmup_batches", "separate_async.parameter_sync_step"),
-    *("sampler.max_off_policy_threshold", "sampler.max_off_policy_strategy"),
+    *("colocate_async.num_warmup_batches", "sampler.max_off_policy_threshold", "sampler.max_off_policy_strategy"),
 )
+_MODES = ("sync", "colocate_async", "separate_async")
+_SAMPLERS = ("custom_sampler", "sampler_kwargs", "sync_refill_failed_groups")
 ASYNC_KEYS = (
     *(f"{_ASYNC}.{name}" for name in _KEYS),
     *("rollout.total_rollout_steps", "rollout.test_freq"),
@@ -150,39 +153,64 @@ def _batches(names: _Names) -> None:
 
 
 def _v1(names: _Names) -> None:
-    old = f"{_V1}.trainer_mode"
+    if at_key(names.tree, "trainer.use_v1") is False:
+        return  # nothing reads the section, and a warning says so
+    _refuse_samplers(names)
+    old, strategy = f"{_V1}.trainer_mode", f"{_SAMPLER}.max_off_policy_strategy"
     mode = at_key(names.tree, old)
-    if mode == "sync":
-        names.take(old, str)
-        names.take("trainer.use_v1", bool)
+    if mode is None or is_interpolation(mode):
         return
-    if mode == "colocate_async":
-        text = (
-            f"{old}={mode}: on shared devices nothing is generated while the policy trains. Set "
-            f"{_ROLLOUT}.over_sample_rate and partial_rollout=true, which keep what is not complete for the next steps "
-            "(docs/long_tails.md), or trainer_mode=separate_async."
-        )
-        names.problems.append(Problem(old, text))
-    if mode != "separate_async":
-        return  # others are refused by the name of the feature
-    strategy = f"{_SAMPLER}.max_off_policy_strategy"
-    if (value := at_key(names.tree, strategy)) not in (None, "drop"):
-        text = (
-            f"{strategy}={show(value)}: samples with tokens beyond the bound are generated again. Set drop, or leave "
-            "it out."
-        )
-        names.problems.append(Problem(strategy, text))
-    every = at_key(names.tree, f"{_V1}.separate_async.parameter_sync_step")
-    if every not in (None, 1):
-        text = (
-            f"{_V1}.separate_async.parameter_sync_step={show(every)}: weights reach the engines once a step. Leave it "
-            f"out, and give {_BATCH} the prompts of {show(every)} updates; {_MINI} says how many prompts an update has."
-        )
-        names.problems.append(Problem(f"{_V1}.separate_async.parameter_sync_step", text))
+    if mode not in _MODES:
+        names.problems.append(_asks_for(old, mode, f" Its modes are {', '.join(_MODES)}."))
     names.take(old, str)
     names.take("trainer.use_v1", bool)
-    for name in ("sampler.max_off_policy_strategy", "separate_async.parameter_sync_step"):
-        names.take(f"{_V1}.{name}", str, int)
-    ahead = names.take(f"{_V1}.separate_async.num_warmup_batches", int)
+    if mode not in _MODES[1:]:
+        return
+    if (value := at_key(names.tree, strategy)) not in (None, "drop", "wait"):
+        text = (
+            f"{strategy}={show(value)}: a step waits for groups that would be too old for the next one, and samples "
+            "with tokens beyond the bound are generated again. Set drop or wait, or leave it out."
+        )
+        names.problems.append(Problem(strategy, text))
+    names.take(strategy, str)
+    ahead = names.take(f"{_V1}.{mode}.num_warmup_batches", int)
     bound = names.take(f"{_SAMPLER}.max_off_policy_threshold", int)
-    _apart(names, old, mode, next((number for number in (bound, ahead) if number is not None), 1), True)
+    staleness = next((number for number in (bound, ahead) if number is not None), 1)
+    if mode == "colocate_async":
+        _in_turns(names, old, mode, 1 if ahead is None else ahead, staleness)
+        return
+    _apart(names, old, mode, staleness, True)
+    syncs, mini = f"{_V1}.separate_async.parameter_sync_step", at_key(names.tree, _MINI)
+    if isinstance(mini, int) and (steps := names.take(syncs, int)) is not None:
+        # a step here is all that is trained on between two syncs of the weights
+        names.put(f"{syncs} x {_MINI}", f"{steps} x {mini}", _BATCH, steps * mini)
+
+
+def _in_turns(names: _Names, old: str, value: str, ahead: int, staleness: int) -> None:
+    """Shared devices, with ``ahead`` batches more than a step trains on; what is not complete goes on in the next."""
+    is_partial = ahead > 0 and staleness > 0
+    names.put(old, value, f"{_ROLLOUT}.mode", "async")
+    names.put(old, value, f"{_ROLLOUT}.over_sample_rate", float(ahead))
+    names.put(old, value, f"{_ROLLOUT}.partial_rollout", is_partial)
+    if is_partial:
+        names.put(old, value, f"{_ROLLOUT}.max_staleness", staleness)
+        names.put(old, value, f"{_ROLLOUT}.calculate_log_probs", True)
+
+
+def _refuse_samplers(names: _Names) -> None:
+    """Refuse what changes which samples a step of V1 takes, whatever its mode, by the name of the feature."""
+    for name in _SAMPLERS:
+        place = f"{_SAMPLER}.{name}"
+        section = at_key(names.tree, place)
+        values = dict(flatten(section, f"{place}.")) if isinstance(section, dict) else {place: section}
+        asked = [key for key, value in values.items() if value and not is_interpolation(value)]
+        if asked:
+            names.problems.append(_asks_for(asked[0], values[asked[0]]))
+            pop_key(names.tree, place)
+            names.given -= {key for key in names.given if key == place or key.startswith(f"{place}.")}
+
+
+def _asks_for(key: str, value: Any, more: str = "") -> Problem:
+    found = feature_of_key(key)
+    assert found is not None, f"{key} has no row in features.yaml"
+    return Problem(key, not_built(f"{key}={show(value)}", found.feature) + more)

@@ -31,6 +31,7 @@ from verl.config.legacy import (
 )
 from verl.config.megatron import follow_overrides
 from verl.config.ppo import PPOConfig
+from verl.config.staleness import follow_staleness
 from verl.config.tree import (
     at_key,
     build,
@@ -353,6 +354,7 @@ def _follow_others(tree: dict, given: set[str], composed: Any) -> list[str]:
     turned = hold_conversations(tree, given, partial(_peek, tree, composed))
     follow_environments(tree, given, partial(_peek, tree, composed))
     follow_normalization(tree, given, partial(_peek, tree, composed))
+    turned += follow_staleness(tree, given, partial(_peek, tree, composed))
     open_servers(tree, given, composed)
     follow_overrides(tree, given)
     return [*messages, *turned]

@@ -419,9 +419,10 @@ class RolloutConfig(Config):
     max_staleness: int | None = option(None, at_least=0)
     """Training steps by which the weights behind a token may be older than those it trains. 0: each batch is generated
     with the newest weights. With ``hybrid_engine=false``, 1: the next batch is generated while one is trained on
-    (one-step-off-policy); any number with ``partial_rollout``: engines generate all the time (docs/disjoint.md). With
-    ``over_sample_rate`` and ``partial_rollout`` the bound of kept tokens. Null: 1 with ``partial_rollout``, else 0. Its
-    old name: ``async_ratio``. Source: Noukhovitch et al. 2024 (arXiv:2410.18252)."""
+    (one-step-off-policy); any number with ``partial_rollout``: engines generate all the time (docs/disjoint.md). More
+    than 1 sets what it needs and is not given: ``hybrid_engine=false``, ``mode=async``, ``partial_rollout`` and
+    ``calculate_log_probs``. With ``over_sample_rate`` and ``partial_rollout`` the bound of kept tokens. Null: 1 with
+    ``partial_rollout``, else 0. Its old name: ``async_ratio``. Source: Noukhovitch et al. 2024 (arXiv:2410.18252)."""
 
     @property
     def staleness(self) -> int:

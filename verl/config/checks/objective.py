@@ -235,6 +235,31 @@ def rollout_correction_options_unused(config: PPOConfig, is_given: IsGiven) -> I
 
 
 @validator("warning")
+def stale_tokens_without_correction(config: PPOConfig, is_given: IsGiven) -> Iterator[Problem]:
+    shared, options, key = config.actor_rollout_ref, config.algorithm.rollout_correction, f"{CORRECTION}.rollout_is"
+    actor, rollout = shared.actor, shared.rollout
+    if options.rollout_is or options.rollout_rs or options.bypass_mode or actor.policy_loss.loss_mode == "tis":
+        return
+    steps = config.prompts_per_update // actor.ppo_mini_batch_size * actor.ppo_epochs
+    bound, defers = f"{ROLLOUT}.max_staleness={rollout.staleness}", rollout.over_sample_rate and rollout.partial_rollout
+    if not actor.rl_loss_coef or not rollout.staleness:
+        return
+    if shared.generates_continuously or defers:
+        text = (
+            f"{key}=null with {bound} and partial_rollout=true: tokens of earlier weights are trained on as if the "
+            "newest had sampled them. rollout_is=token weighs each by pi_old / pi_rollout"
+        )
+        yield Problem(key, text)
+    elif shared.generates_ahead and steps > 1 and not is_given(key):
+        text = (
+            f"{bound} with {steps} optimizer steps a batch: a batch was sampled that many optimizer steps before it is "
+            f"trained on, which the ratio to old_log_probs does not show. {ROLLOUT}.calculate_log_probs=true and "
+            f"{key}=token weigh its tokens by pi_old / pi_rollout; rollout_is=false says that this is not wanted"
+        )
+        yield Problem(key, text)
+
+
+@validator("warning")
 def policy_loss_rollout_correction_unused(config: PPOConfig, is_given: IsGiven) -> Iterator[Problem]:
     mode, place = config.actor_rollout_ref.actor.policy_loss.loss_mode, f"{ACTOR}.policy_loss.rollout_correction"
     if mode != "bypass_mode":
