@@ -9,7 +9,7 @@ import torch
 
 from tests.single_controller.roles import Reader
 from verl.batch.partition import CallPlan, MiniBatches, PartitionPlan, RowCost
-from verl.batch.ragged import Ragged, join_windows
+from verl.batch.ragged import Ragged, RowValues, join_windows
 from verl.protocol import DataProto
 from verl.single_controller.errors import WorkerError, WorkerGroupStopped
 from verl.trainer.ppo.step_bundle import _drop_lost
@@ -31,6 +31,8 @@ def rollouts(seed=0):
     columns = {"prompts": prompts, "responses": responses, **join_windows(prompts, responses)}
     columns |= {"response_mask": responses.constant(1)}
     columns |= {"advantages": responses.like(torch.randn(responses.layout.total))}
+    columns |= {"returns": RowValues(torch.randn(ROWS), responses.layout)}
+    columns |= {"token_level_scores": RowValues.on_last_tokens(torch.randn(ROWS), responses.layout)}
     data = DataProto.from_ragged(columns, {"weight": torch.arange(ROWS)})
     data.partition_plan = PartitionPlan(CALLS, RowCost(10))
     return data
@@ -197,3 +199,18 @@ def test_an_image_that_a_method_writes_to_is_an_error(start_local):
     group.write_in_place(data)
     with pytest.raises(WorkerError, match="'images' was written to in place"):
         group.show(data)
+
+
+def test_one_number_a_row_is_sent_as_such_and_once(start_local):
+    group, data = start_local(Reader, 3), rollouts().repeat(40)
+    data.partition_plan = PartitionPlan({"show": CallPlan(True)}, RowCost(10))
+    group.show(data)
+    total, rows = data.ragged("responses").layout.total, len(data)
+    _, without = sent(group, group.show, data)
+    data.put("advantages", RowValues(torch.randn(rows), data.ragged("responses").layout))
+    shown, changed = sent(group, group.show, data)
+    assert changed - without < total  # four bytes a token if it were laid out
+    _, again = sent(group, group.show, data)
+    assert again < without + 600
+    for row, number in zip(shown.non_tensor_batch["shown"], data.ragged("advantages").numbers.tolist(), strict=True):
+        assert set(row["advantages"]) == {number}
