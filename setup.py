@@ -38,6 +38,7 @@ TEXTARENA = ["textarena>=0.7.4,<0.8"]
 OPENENV = ["openenv-core>=0.3,<0.4"]
 TORCHAO = ["torchao>=0.16,<1"]
 VIEW = ["plotly>=6"]
+CLUSTER = ["ray[default]>=2.50"]
 TEST = ["pytest>=8", "pytest-timeout>=2.3", "hypothesis>=6.100", "ruff>=0.17,<0.18"]
 
 setup(
@@ -93,6 +94,7 @@ setup(
         "torchao": TORCHAO,
         "mcp": MCP,
         "view": VIEW,
+        "cluster": CLUSTER,
         "reasoning-gym": REASONING_GYM,
         "gym": GYM,
         "textarena": TEXTARENA,

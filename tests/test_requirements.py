@@ -3,6 +3,7 @@
 import ast
 import re
 import sys
+from importlib.metadata import requires
 from pathlib import Path
 
 import pytest
@@ -102,6 +103,20 @@ def test_what_gpus_alone_run_is_pinned_within_the_range_of_its_extra_and_for_the
     first, pinned, end = ([int(part) for part in text.split(".")] for text in (lowest, version, above))
     assert name == "liger-kernel" and first <= pinned < end
     assert name not in names_in("requirements.txt") | names_in("requirements-test.txt")
+
+
+def test_what_a_dashboard_needs_is_all_there_and_moves_no_pin():
+    lines = (ROOT / "requirements-cluster.txt").read_text().splitlines()
+    pins = dict(line.split("==") for line in lines if line[:1] != "#")
+    added = {name.replace("_", "-").lower() for name in pins}
+    everywhere = {line for line in (ROOT / "requirements.txt").read_text().splitlines() if ";" not in line}
+    assert not added & {line.partition("==")[0] for line in everywhere}
+    named = added | names_in("requirements.txt")
+    needed = [text for text in requires("ray") or () if 'extra == "default"' in text]
+    default = {re.split(r"[<>=!;]", text)[0].strip().replace("_", "-").lower() for text in needed}
+    assert default and default <= named, default - named
+    for file in ("Dockerfile.cpu", "Dockerfile.cuda"):
+        assert "-r requirements-cluster.txt" in (ROOT / "docker" / file).read_text()
 
 
 def pins_of(engine: str) -> set[str]:

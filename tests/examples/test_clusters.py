@@ -17,11 +17,13 @@ import yaml
 from tests.support.commands import NOTE_TAKER, ROOT, main_ppo_overrides
 from verl.config.load import load_ppo_config
 
+PINS = (ROOT / "requirements.txt").read_text().splitlines()
+
 STUBS = {
     "srun": 'while [ "${1#--}" != "$1" ]; do shift; done; exec "$@"',
     "hostname": "echo 127.0.0.1 10.0.0.7",
     "scontrol": 'echo "$@" >> "$TOOLS"; if [ "$1" = show ]; then echo node1; echo node2; fi',
-    "ray": 'echo "$@" >> "$TOOLS"; if [ "$1" = status ]; then printf "Active:\\n 1 node_0a\\n 1 node_1b\\nPending:\\n"; fi',
+    "ray": 'echo "$@" >> "$TOOLS"; if [ "$1" = status ]; then printf "Active:\\n 1 node_a\\n 1 node_b\\n"; fi',
 }
 """``ray`` says what the real one does: see `test_the_nodes_of_a_job_are_counted_on_a_real_ray`."""
 
@@ -71,7 +73,7 @@ def test_the_nodes_of_a_job_are_counted_on_a_real_ray(own_ray, tmp_path):
     real = f'exec "{Path(sys.executable).parent}/ray" "$@"'
     address = "echo 127.0.0.1 $REAL_ADDRESS"
     script = str(ROOT / "examples" / "slurm" / "ray_on_slurm.slurm")
-    environment = {**JOB, **own_ray, "REAL_ADDRESS": ray_address(), "RAY_USAGE_STATS_ENABLED": "0"}
+    environment = {**JOB, **own_ray, "REAL_ADDRESS": ray_address(), "CUDA_VISIBLE_DEVICES": "0,1,2,3"}
     stubs = {"ray": real, "hostname": address}
     [words], done, tools = run_with_stubs(["bash", script], tmp_path, stubs, timeout_s=200, **environment)
     assert done.returncode == 0 and "2 of 2 nodes have joined Ray" in done.stdout, done.stdout + done.stderr
@@ -122,6 +124,32 @@ def test_a_skypilot_task_composes(task, tmp_path):
     config = load_ppo_config(words)
     assert done.returncode == 0 and config.trainer.world_size == 8 * int(nodes)
     assert config.trainer.default_local_dir.startswith("/checkpoints/") and "/checkpoints" in content["file_mounts"]
+
+
+def test_a_job_of_kuberay_has_what_its_training_asks_for(tmp_path):
+    (manifest,) = (ROOT / "examples" / "kuberay").glob("*.yaml")
+    kinds = {one["kind"]: one for one in yaml.safe_load_all(manifest.read_text())}
+    job = kinds["RayJob"]["spec"]
+    cluster, (workers,) = job["rayClusterSpec"], job["rayClusterSpec"]["workerGroupSpecs"]
+    head_pod, worker_pod = cluster["headGroupSpec"]["template"]["spec"], workers["template"]["spec"]
+    (head,), (worker,) = head_pod["containers"], worker_pod["containers"]
+    variables = {one["name"]: one["value"] for one in head["env"]}
+    [words], done, _ = run_with_stubs(["bash", "-c", job["entrypoint"]], tmp_path, **variables)
+    config = load_ppo_config(words)
+    assert done.returncode == 0, done.stderr
+    assert config.trainer.nnodes == workers["replicas"] == workers["minReplicas"] == workers["maxReplicas"]
+    assert str(config.trainer.n_gpus_per_node) == worker["resources"]["limits"]["nvidia.com/gpu"]
+    assert cluster["authOptions"] == {"mode": "token"} and f"ray=={cluster['rayVersion']}" in PINS
+    assert {port["containerPort"] for port in head["ports"]} == {6379, 8265}
+    claim = kinds["PersistentVolumeClaim"]["metadata"]["name"]
+    for pod, container in ((head_pod, head), (worker_pod, worker)):
+        volumes = {one["name"]: one for one in pod["volumes"]}
+        mounts = {one["mountPath"]: volumes[one["name"]] for one in container["volumeMounts"]}
+        assert mounts["/dev/shm"]["emptyDir"]["medium"] == "Memory"
+        assert mounts["/shared"]["persistentVolumeClaim"]["claimName"] == claim
+        assert container["image"] == worker["image"] and container["env"] == worker["env"]
+    files = [config.data.train_files, config.data.val_files, config.trainer.default_local_dir, variables["HF_HOME"]]
+    assert all(file.startswith("/shared/") for file in files), files
 
 
 @pytest.mark.parametrize("image", sorted((ROOT / "docker").glob("Dockerfile.*")), ids=lambda path: path.name)
