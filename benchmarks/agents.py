@@ -270,7 +270,7 @@ def run_processes(address: str, turns: int, size: int, count: int) -> dict[str, 
         return await asyncio.gather(*map(one, range(count)))
 
     wait(episodes(16))
-    pids = workers.group.pids if workers else []
+    pids = [pid for group in workers.groups for pid in group.pids] if workers else []
     start, cpu, before = time.perf_counter(), time.process_time(), cpu_seconds(pids)
     outputs = wait(episodes(count))
     wall, cpu, own = time.perf_counter() - start, time.process_time() - cpu, cpu_seconds(pids) - before
