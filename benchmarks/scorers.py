@@ -28,7 +28,7 @@ WORK = {
     "gsm8k": "responses of {length:,} characters",
     "math": "answers of eight spellings, one in eight needs algebra",
     "algebra": "answers that all need algebra, in a fork server",
-    "math-verify, bare": "the same answers in the worker, without limits",
+    "math-verify, bare": "answers as for algebra, in the worker, without limits",
     "code": "programs of three tests, each in its own sandbox",
 }
 WORDS = "so then we have that the sum of these two is more than what she sold on the day before".split()
@@ -91,7 +91,7 @@ def throughput(
         list(pool.map(scorer, some))
         seconds = time.perf_counter() - start
         best = max(best, sum(map(len, some)) / seconds) if number else 0.0
-    scored, length = share * chunk, round(sum(len(row[1]) for row in rows) / len(rows), -2)
+    scored, length = share * chunk, 100 * round(sum(len(row[1]) for row in rows) / len(rows) / 100)
     work = f"{scored:,} {WORK[name].format(length=length)}"
     counts = {"workers": pool._max_workers, "rows": scored}
     return {"name": name, "work": work, **counts, "rows_per_s": best, "ms_a_row": 1000 / best}
