@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed.tensor  # noqa: F401 - registers DTensor with torch.load
 from safetensors import SafetensorError
 from torch import Tensor
 
@@ -125,6 +124,8 @@ def open_file(path: Path, mmap: bool = False) -> Any:
         raise FileNotFoundError(
             f"checkpoint file {path} does not exist, and its folder has {_shown(path.parent)}. {way_back(path.parent)}"
         )
+    import torch.distributed.tensor  # registers DTensor with torch.load; heavy, and who only lists files needs none
+
     try:
         # weights_only: a checkpoint may come from elsewhere, and a full unpickling runs its code
         with _quiet_meshes():

@@ -12,15 +12,18 @@ files are mapped into memory, joining a tensor reads that tensor only. Knows no 
 """
 
 import math
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from verl.utils.distributed import get_rank, get_world_size
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
 
 Piece = Tensor | dict[str, Any]
 """A plain tensor, a DTensor, or a flat piece."""
@@ -34,6 +37,13 @@ def flat_piece(flat: Tensor, start: int, shape: Sequence[int]) -> dict[str, Any]
 def is_flat(piece: Any) -> bool:
     """Whether ``piece`` is a flat piece."""
     return isinstance(piece, dict) and piece.keys() == {"flat", "start", "shape"}
+
+
+def is_sharded(piece: Any) -> TypeGuard["DTensor"]:
+    """Whether ``piece`` is a DTensor; there is none before something else has imported their module."""
+    # imported here it would cost every driver 0.7 CPU seconds: it brings sympy and torch's compiler with it
+    module = sys.modules.get("torch.distributed.tensor")
+    return isinstance(piece, getattr(module, "DTensor", ()))
 
 
 # -- whole from pieces --------------------------------------------------------------------------------------------
@@ -56,7 +66,7 @@ def join(pieces: Sequence[Piece | None], name: str = "tensor") -> Any:
     first = held[0][1]
     if is_flat(first):
         return _join_flat(held, name)
-    if isinstance(first, DTensor):
+    if is_sharded(first):
         return _join_slices(held, name)
     if isinstance(first, Tensor):
         _check_same(name, "shape", {rank: tuple(piece.shape) for rank, piece in held})
@@ -95,12 +105,14 @@ def _join_slices(held: list[tuple[int, Any]], name: str) -> Tensor:
     return whole
 
 
-def slice_of_rank(tensor: DTensor, rank: int) -> tuple[slice, ...]:
+def slice_of_rank(tensor: "DTensor", rank: int) -> tuple[slice, ...]:
     """Return the slices of the whole tensor, one a dimension, that ``rank`` holds in the layout of ``tensor``.
 
     Raises:
         ValueError: ``rank`` is not in its mesh, or a placement is neither Shard nor Replicate.
     """
+    from torch.distributed.tensor import Replicate, Shard
+
     mesh = tensor.device_mesh.mesh
     found = (mesh == rank).nonzero()
     if len(found) != 1:
@@ -204,26 +216,26 @@ def fill(own: Tensor, saved: Tensor, name: str = "tensor") -> None:
             f"{name} has shape {tuple(saved.shape)} in the checkpoint and {tuple(own.shape)} in this model: they are "
             f"different models. Set model.path to the one the run was started from"
         )
-    if isinstance(own, DTensor) and not isinstance(saved, DTensor):
+    if is_sharded(own) and not is_sharded(saved):
         saved = saved[slice_of_rank(own, dist.get_rank())]
     local(own).copy_(local(saved))
 
 
 def share_like(own: Tensor, whole: Any) -> Any:
     """This rank's slice of ``whole``, laid out as ``own`` is; what is not a whole tensor of its shape, as it is."""
-    is_whole = isinstance(whole, Tensor) and not isinstance(whole, DTensor)
-    if not isinstance(own, DTensor) or not is_whole or whole.shape != own.shape or whole.dim() == 0:
+    is_whole = isinstance(whole, Tensor) and not is_sharded(whole)
+    if not is_sharded(own) or not is_whole or whole.shape != own.shape or whole.dim() == 0:
         return whole
     part = whole[slice_of_rank(own, dist.get_rank())].clone().to(own.device)
     # with shape and stride: from_local takes all slices for equally long, and the last may be shorter
-    return DTensor.from_local(
+    return type(own).from_local(
         part, own.device_mesh, own.placements, run_check=False, shape=own.shape, stride=own.stride()
     )
 
 
 def local(tensor: Tensor) -> Tensor:
     """This rank's slice of a sharded tensor; another tensor as it is."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return tensor.to_local() if is_sharded(tensor) else tensor
 
 
 # -- Tensors that rank 0 has, handed to all ranks one at a time ------------------------------------------------------
