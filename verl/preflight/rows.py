@@ -38,7 +38,7 @@ from verl.data.table import (
 )
 from verl.data.tokenization import ToolSchemas, as_messages, encode_many, render, template_error
 from verl.data.vision import ImagePrompts, MediaColumns, open_image
-from verl.utils.tokenizer import hf_processor, hf_tokenizer, set_chat_template
+from verl.utils.tokenizer import hf_processor, hf_tokenizer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -361,16 +361,11 @@ def load_tokenizer(
         raise ValueError(f"{folder} holds no tokenizer")
     if folder is None or not (folder / "tokenizer.json").is_file():
         return hf_tokenizer(name_or_path, chat_template=chat_template, trust_remote_code=trust_remote_code)
-    # AutoTokenizer imports torch, for 3.5 CPU seconds; the class of all tokenizer.json files takes 0.8 without it
-    from transformers import PreTrainedTokenizerFast
-
+    reading: dict[str, Any] = {"trust_remote_code": trust_remote_code, "local_files_only": True}
     try:
-        tokenizer = PreTrainedTokenizerFast.from_pretrained(str(folder), local_files_only=True)
+        return hf_tokenizer(str(folder), correct_pad_token=False, chat_template=chat_template, **reading)
     except TypeError as error:  # a special token of the wrong type in tokenizer_config.json
         raise ValueError(f"{folder} holds a tokenizer that cannot be read ({error})") from error
-    if chat_template:
-        set_chat_template(tokenizer, chat_template)
-    return tokenizer
 
 
 def special_tokens(tokenizer: PreTrainedTokenizerBase) -> tuple[str, ...]:
