@@ -12,6 +12,7 @@ import threading
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -67,7 +68,7 @@ class RewardServerWorker(EngineWorker):
             self.tokenizer = hf_tokenizer(model.path, trust_remote_code=model.trust_remote_code)
             folder = copy_to_local(model.path, use_shm=model.use_shm)
             if self.config.enable and not options.max_model_len:
-                options = options.with_values({"max_model_len": longest_text(self.config)})
+                options = replace(options, max_model_len=longest_text(self.config))
             engine = get_rollout_class(options.name, classifies=self.config.enable)
             with own_keys(), memory_errors(options, "start"), engine_phase(options.name, "start"):
                 self.rollout = engine(folder, options, self.device, model.trust_remote_code)
