@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import Enum
@@ -252,11 +252,27 @@ def workers_ahead(config: Any) -> Iterator[None]:
         (processes, [str(role) for role in roles if manager.mapping[role] == pool])
         for pool, processes in manager.resource_pool_spec.items()
     ]
+    with begun_workers(config, pools, _IMPORTED_AHEAD, config.batch_bytes()):
+        yield
+
+
+@contextmanager
+def begun_workers(
+    config: Any, pools: Sequence[tuple[Sequence[int], Sequence[str]]], modules: Sequence[str], batch_bytes: int = 0
+) -> Iterator[None]:
+    """Start Ray and the actors of ``pools`` before the block, which loads while they do; its trainer finds them.
+
+    Args:
+        config: a tree with ``trainer`` and ``ray_init``.
+        pools: processes on each node, and the names of the roles in them.
+        modules: what the roles import.
+        batch_bytes: of the largest batch.
+    """
     controller = get_controller("ray")
     with stopped_at_end(controller):
         with no_collection():
-            start_controller(controller, config.ray_init, config.batch_bytes())
-            controller.begin(pools, config.trainer.device, _IMPORTED_AHEAD)
+            start_controller(controller, config.ray_init, batch_bytes)
+            controller.begin(pools, config.trainer.device, modules)
         yield
 
 

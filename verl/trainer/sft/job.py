@@ -9,6 +9,7 @@ import os
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -25,6 +26,9 @@ from verl.version import __version__
 
 if TYPE_CHECKING:
     from verl.trainer.sft.trainer import SFTTrainer
+
+_IMPORTED_AHEAD = ("verl.workers.supervised", "transformers.models.auto.modeling_auto")
+"""What every rank imports."""
 
 
 class SFTJob:
@@ -58,15 +62,26 @@ class SFTJob:
         begin, keys = time.monotonic(), self.config.trainer
         with recorded_run(self.config, self.given_words):
             check_device(keys)  # type: ignore[arg-type]
-            with no_collection():
-                trainer = self.build_trainer()
-            if keys.progress_bar:
-                print(self.lines(trainer), flush=True)
-            with running_workers(trainer, self.config, self.command_line, trainer.loader):
-                with trainer.early_stop.signals():
-                    trainer.fit()
+            with self.workers_ahead():
+                with no_collection():
+                    trainer = self.build_trainer()
+                if keys.progress_bar:
+                    print(self.lines(trainer), flush=True)
+                with running_workers(trainer, self.config, self.command_line, trainer.loader):
+                    with trainer.early_stop.signals():
+                        trainer.fit()
             self.print_summary(trainer, time.monotonic() - begin)
         return trainer
+
+    def workers_ahead(self) -> AbstractContextManager[None]:
+        """With Ray, the ranks' processes start before the driver loads modules and data, and load side by side."""
+        if self.controller != "ray":
+            return nullcontext()
+        from verl.trainer.ppo.placement import begun_workers
+
+        keys = self.config.trainer
+        pool = ([keys.n_gpus_per_node] * keys.nnodes, ["actor"])
+        return begun_workers(self.config, [pool], _IMPORTED_AHEAD)
 
     def build_trainer(self) -> SFTTrainer:
         """Tokenizer and controller, as the configuration names them; the trainer reads the data."""
