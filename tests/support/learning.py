@@ -50,8 +50,8 @@ BOUNDS = {
     "servers": Bound(0.5, 0.85),
     "partial rollouts": Bound(0.5, 0.85),
     "one step off": Bound(0.5, 0.85),
-    "0 steps behind": Bound(0.2, 0.95),
-    "2 steps behind": Bound(0.2, 0.95),
+    "0 steps behind": Bound(0.2, 0.9),
+    "2 steps behind": Bound(0.2, 0.9),
     "frozen lake, grpo": Bound(0.1, 0.82),  # success; half of the lakes are crossed without reading the map
     "frozen lake, vllm": Bound(0.1, 0.17),  # 20 steps, the beginning of its rise
     "tool": Bound(0.1, 0.85),  # 0.7 is the most without reading the answer

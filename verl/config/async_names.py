@@ -158,7 +158,7 @@ def _v1(names: _Names) -> None:
     _refuse_samplers(names)
     old, strategy = f"{_V1}.trainer_mode", f"{_SAMPLER}.max_off_policy_strategy"
     mode = at_key(names.tree, old)
-    if mode is None or is_interpolation(mode):
+    if not mode or is_interpolation(mode):  # nothing is asked for
         return
     if mode not in _MODES:
         names.problems.append(_asks_for(old, mode, f" Its modes are {', '.join(_MODES)}."))

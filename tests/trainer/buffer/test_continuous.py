@@ -11,9 +11,10 @@ import pytest
 from hypothesis import given, settings
 
 from tests.support.learning import check_learned
-from tests.support.runs import make_task, overrides, read_metrics
+from tests.support.runs import make_task, overrides, read_metrics, run_job
 from tests.trainer.buffer.test_disjoint import APART, ROLLOUT, RUN, run
 from tests.trainer.buffer.test_over_sampling import Prompts
+from tests.workers.rollout.conftest import COMMON
 from verl.agents.episode import Reply, ReplyLog
 from verl.data.loader import build_train_loader
 from verl.experimental.fully_async_policy import fully_async_main
@@ -22,6 +23,7 @@ from verl.trainer.buffer.continuous import ContinuousScheduler, OpenGroup
 from verl.trainer.buffer.partial_rollouts import PartialRollout, ProgressLog, SampleClient, SampleStopped, stop_samples
 from verl.trainer.buffer.prompt_pool import PromptPool
 from verl.trainer.main_ppo import main
+from verl.utils.tiny_model import make_tiny_model
 from verl.workers.rollout.base import Completion, Request, SamplingParams
 
 CONTINUOUS = {
@@ -188,6 +190,20 @@ def test_tokens_of_several_versions_are_trained_on_and_a_resumed_run_keeps_them(
     assert sorted(resumed) == [4, 5, 6] and resumed[4]["rollout/stale_token_share"] > 0
     again = prompts_of(tmp_path / "whole", range(1, 4)) + prompts_of(tmp_path / "resumed", range(4, 7))
     assert again == counts
+
+
+@pytest.mark.sglang
+def test_sglang_continues_what_new_weights_interrupt(tmp_path, monkeypatch):
+    task = make_task(tmp_path / "task", rows=12)
+    task["actor_rollout_ref.model.path"] = make_tiny_model(tmp_path / "heads_of_32", **COMMON["tied"])
+    settings = {**RUN, **CONTINUOUS, f"{ROLLOUT}__name": "sglang", f"{ROLLOUT}__tensor_model_parallel_size": 1}
+    monkeypatch.setenv("VERL_FILE_LOGGER_PATH", str(tmp_path / "metrics.jsonl"))
+    run_job(overrides(task, **settings))
+    rows = [row["data"] for row in read_metrics(tmp_path / "metrics.jsonl")]
+    assert len(rows) == 6 and max(row["rollout/interrupted_share"] for row in rows) > 0
+    assert 0 < max(row["rollout/staleness/max"] for row in rows) <= 2
+    # of one version, the newest: the log-probs are the actor's own
+    assert rows[0]["training/rollout_probs_diff_max"] < 1e-4
 
 
 def oldest_groups_only(scheduler, step, count):

@@ -261,12 +261,14 @@ def test_one_step_off_learns_as_on_policy_does(tmp_path, monkeypatch):
     check_learned("one step off", rewards_of(tmp_path, monkeypatch, **TINY | AHEAD))
 
 
-@pytest.mark.vllm
-def test_vllm_over_two_ranks_gets_the_weights_of_a_sharded_actor(tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    "engine", [pytest.param(name, marks=getattr(pytest.mark, name)) for name in ("vllm", "sglang")]
+)
+def test_an_engine_over_two_ranks_gets_the_weights_of_a_sharded_actor(engine, tmp_path, monkeypatch):
     task = make_task(tmp_path / "task")
     task["actor_rollout_ref.model.path"] = make_tiny_model(tmp_path / "heads_of_32", **COMMON["tied"])
     settings = {**RUN, **SHARDED, **APART, "trainer__total_training_steps": 3, "trainer__test_freq": -1}
-    settings |= {f"{ROLLOUT}__name": "vllm", f"{ROLLOUT}__tensor_model_parallel_size": 2}
+    settings |= {f"{ROLLOUT}__name": engine, f"{ROLLOUT}__tensor_model_parallel_size": 2}
     done = main_ppo(
         overrides(task, **{**settings, f"{ROLLOUT}__n_gpus_per_node": 2}),
         VERL_FILE_LOGGER_PATH=str(tmp_path / "metrics.jsonl"),
