@@ -60,8 +60,12 @@ def test_a_rollout_that_dies_is_started_again_and_generates_the_same_batch(
     assert learned(tmp_path) == undisturbed(mode)
 
 
-def test_responses_of_a_rollout_that_dies_while_it_generates_all_the_time_go_on_from_their_tokens(task, tmp_path):
+@pytest.mark.parametrize("processes", [1, 3])
+def test_responses_of_a_rollout_that_dies_while_it_generates_all_the_time_go_on_from_their_tokens(
+    task, tmp_path, processes
+):
     names = {"partial_rollout": True, "max_staleness": 2, "calculate_log_probs": True, "max_running_requests": 2}
+    names |= {"agent.num_workers": processes}
     config = apart(task, tmp_path, "async").with_values(
         {f"actor_rollout_ref.rollout.{name}": value for name, value in names.items()}
     )
