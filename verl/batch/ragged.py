@@ -501,9 +501,13 @@ class RowValues(Ragged):
         return self.numbers._version + changes
 
     def __reduce__(self):
-        if self.at is None and "values" not in vars(self):
+        if "values" in vars(self) or self.layout.total >= 1 << 31:
+            return super().__reduce__()
+        if self.at is None:
             return Ragged._from_wire, ("row", *tensor_to_numpy(self.numbers), None, self.layout, self.fill)
-        return super().__reduce__()
+        filled = self.layout.lengths > 0
+        rare = _rare((self.layout.offsets[:-1] + self.at)[filled], self.numbers[filled])
+        return Ragged._from_wire, (*rare, self.layout, self.fill)
 
 
 class JoinedTokens(Ragged):
@@ -762,7 +766,9 @@ class EncodedColumn:
         """The whole column; None if its rows are better encoded by themselves."""
         if column.fill == "position" or isinstance(column, GatheredRows):
             return None
-        if isinstance(column, RowValues) and column.at is None and "values" not in vars(column):
+        if isinstance(column, RowValues) and "values" not in vars(column):
+            if column.at is not None:
+                return None
             array, carried = tensor_to_numpy(column.numbers)
             return EncodedColumn(("row", array, carried, None), column.layout, column.fill)
         values = column.values.detach().cpu()
@@ -804,9 +810,19 @@ def _repeated(values: Tensor, layout: Layout) -> _Encoded | None:
     if 16 * int(torch.count_nonzero(bits[:_SAMPLE])) < len(bits[:_SAMPLE]) and len(values) < 1 << 31:
         places = bits.nonzero().squeeze(1)
         if 4 * len(places) < len(values):
-            kept = np.concatenate([places.int().numpy().view(np.uint8), bits[places].numpy().view(np.uint8)])
-            return "rare", kept, None, values.dtype
+            return _rare(places, values[places])
     return None
+
+
+def _rare(places: Tensor, values: Tensor) -> _Encoded:
+    """Values (n,) at these places (n,) among others that are 0."""
+    bits = values.detach().cpu().contiguous().view(_INTEGERS[values.element_size()])
+    return (
+        "rare",
+        np.concatenate([places.int().numpy().view(np.uint8), bits.numpy().view(np.uint8)]),
+        None,
+        values.dtype,
+    )
 
 
 def _is_one_a_row(values: Tensor, by_row: Tensor, layout: Layout) -> bool:
