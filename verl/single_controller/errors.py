@@ -168,6 +168,15 @@ class WorkerGroupStopped(WorkerGroupError):
     exit_class = None  # that of the cause
 
 
+class NodesMissing(RuntimeError):
+    """A cluster that the run has joined did not have the devices of a pool in time: nodes have not come, or not back.
+
+    Another attempt may find them, so ``trainer.max_restarts`` makes one.
+    """
+
+    exit_class = ExitCode.WORKER
+
+
 # -- Reports on a worker that died or does not answer: its activity, its memory, the kernel's out-of-memory count ----
 
 

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from verl.checkpoint.manifest import TRACKER
+from verl.single_controller.errors import NodesMissing
 from verl.single_controller.processes import Child
 from verl.telemetry.run_record import say_early
 from verl.utils.exit_codes import ExitCode
@@ -28,14 +29,17 @@ RESTARTED = (ExitCode.WORKER, ExitCode.MEMORY)
 
 _LONGEST_WAIT_S = 600.0
 
+_STEP_BYTES = 8
+
 _step: mmap.mmap | None = None
-"""In an attempt: memory shared with the parent, for the number of the step it is in."""
+"""In an attempt: memory shared with the parent, for the number of the step it is in, and a byte after it that is 1 if
+it ended for lack of nodes."""
 
 
 def note_step(step: int) -> None:
     """Tell the parent of this attempt, if there is one, which step has begun."""
     if _step is not None:
-        _step[:8] = step.to_bytes(8, sys.byteorder)
+        _step[:_STEP_BYTES] = step.to_bytes(_STEP_BYTES, sys.byteorder)
 
 
 def is_attempt() -> bool:
@@ -46,8 +50,9 @@ def is_attempt() -> bool:
 def run_with_restarts(config: Any, run: Callable[[Any], None]) -> None:
     """Call ``run(config)`` in a child process; again, from the newest checkpoint, after the loss of a process.
 
-    A step that fails a second time ends the run: what it does, it would do again. SIGINT and SIGTERM are passed on to
-    the attempt, and no other follows.
+    A step that fails a second time ends the run: what it does, it would do again. An attempt that found too few nodes
+    in its cluster is no failed step: each restart waits for them once more. SIGINT and SIGTERM are passed on to the
+    attempt, and no other follows.
 
     Args:
         config: the tree of a run, typed or as a script composed it.
@@ -59,24 +64,26 @@ def run_with_restarts(config: Any, run: Callable[[Any], None]) -> None:
     trainer, failed_in, begin = config.trainer, set[int](), time.monotonic()
     tracker = Path(trainer.default_local_dir).expanduser() / TRACKER
     saved_before = _changed_at(tracker)
-    _step = mmap.mmap(-1, 8)
+    _step = mmap.mmap(-1, _STEP_BYTES + 1)
     with _signals_passed_on() as attempt:
         for number in range(trainer.max_restarts + 1):
             note_step(0)
+            _step[_STEP_BYTES] = 0
             has_saved = _changed_at(tracker) != saved_before
             spent = time.monotonic() - begin
             code, how = attempt.run(partial(_start, run, config, has_saved, spent if number else 0.0))
-            step = int.from_bytes(_step[:8], sys.byteorder)
+            step, lacked_nodes = int.from_bytes(_step[:_STEP_BYTES], sys.byteorder), bool(_step[_STEP_BYTES])
             if code not in RESTARTED or attempt.stop is not None:
                 break
-            where = f"in step {step}" if step else "before its first step"
-            if step in failed_in:
+            where = "for lack of nodes" if lacked_nodes else f"in step {step}" if step else "before its first step"
+            if step in failed_in and not lacked_nodes:
                 say_early(f"the run {how} {where}, for the second time: it is not started again")
                 break
             if number == trainer.max_restarts:
                 say_early(f"the run {how} {where}, and trainer.max_restarts={trainer.max_restarts} is used up")
                 break
-            failed_in.add(step)
+            if not lacked_nodes:
+                failed_in.add(step)
             seconds = min(trainer.restart_wait * 2**number, _LONGEST_WAIT_S)
             start = "its newest checkpoint" if _changed_at(tracker) != saved_before else "where it began"
             say_early(
@@ -106,7 +113,12 @@ def _start(run: Callable[[Any], None], config: Any, goes_on: bool, spent_s: floa
     changes: dict[str, Any] = {"trainer.resume_mode": "auto", "trainer.resume_from_path": None} if goes_on else {}
     if spent_s and config.trainer.max_time is not None:
         changes["trainer.max_time"] = max(config.trainer.max_time - spent_s, 1e-3)
-    run(_changed(config, changes))
+    try:
+        run(_changed(config, changes))
+    except NodesMissing:
+        if _step is not None:
+            _step[_STEP_BYTES] = 1
+        raise
 
 
 def _changed(config: Any, changes: dict[str, Any]) -> Any:

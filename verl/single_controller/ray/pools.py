@@ -19,12 +19,17 @@ from ray.util.placement_group import (
 )
 
 from verl.single_controller.base.worker_group import ResourcePool
+from verl.single_controller.errors import NodesMissing
+from verl.telemetry.run_record import say_early
 
 _PLACEMENT_PATIENCE_S = 60.0
-"""Seconds a pool may wait for free resources before it is called too large."""
+"""Seconds a pool waits for nodes and free resources of a cluster that the run has joined."""
 
 _OWN_CLUSTER_PATIENCE_S = 5.0
 """The same in a cluster started for this run, which does not grow."""
+
+_SAID_EVERY_S = 15.0
+"""Seconds between two lines about what is waited for."""
 
 
 class RayResourcePool(ResourcePool):
@@ -146,26 +151,50 @@ def _end(actors: Sequence[tuple[str, Any]]) -> None:
 
 
 def _wait_for_placement(pool: RayResourcePool, pgs: Sequence[PlacementGroup], device_name: str | None) -> None:
-    """Wait until every bundle has its resources.
+    """Wait until every bundle has its resources; in a cluster that the run has joined, say for what.
 
     Raises:
-        ValueError: they do not come free.
+        NodesMissing: that cluster has not had them in time.
+        ValueError: a cluster started for this run has not so many.
     """
-    patience = _PLACEMENT_PATIENCE_S if "RAY_ADDRESS" in os.environ else _OWN_CLUSTER_PATIENCE_S
+    address = os.environ.get("RAY_ADDRESS")
+    patience = _PLACEMENT_PATIENCE_S if address else _OWN_CLUSTER_PATIENCE_S
     deadline = time.monotonic() + patience
     if all(pg.wait(0.5) for pg in pgs):
         return
     gc.collect()  # unreferenced pools return their resources
-    if all(pg.wait(max(0.1, deadline - time.monotonic())) for pg in pgs):
-        return
-    _give_back(pgs)
     needed = Counter({name: amount * pool.world_size for name, amount in pool.bundle(device_name).items()})
-    has, free = ray.cluster_resources(), ray.available_resources()
-    available = ", ".join(f"{name}: {free.get(name, 0):g} free of {has.get(name, 0):g}" for name in needed)
+    needs = ", ".join(f"{name}: {amount:g}" for name, amount in needed.items())
+    what, said_at = f"resource pool {pool.store} (processes by node) needs {needs}", -_SAID_EVERY_S
+    while (left := deadline - time.monotonic()) > 0:
+        if all(pg.wait(min(left, 1.0)) for pg in pgs):
+            return
+        if address and time.monotonic() > said_at + _SAID_EVERY_S:
+            said_at = time.monotonic()
+            offered = _offered(pool.bundle(device_name), pgs)
+            say_early(f"waiting for nodes: {what}, and the cluster has {offered}; {left:.0f} s are left")
+    offered = _offered(pool.bundle(device_name), pgs)
+    _give_back(pgs)
+    if address:
+        raise NodesMissing(
+            f"{what}, and the cluster of RAY_ADDRESS={address} has {offered}, after {patience:g} s. Start Ray on the "
+            "nodes that are missing (ray start --address; `ray status` lists those that are there), wait until other "
+            "runs end, or ask for less (trainer.nnodes, trainer.n_gpus_per_node). trainer.max_restarts=N tries again."
+        )
     raise ValueError(
-        f"resource pool {pool.store} (processes by node) needs {dict(needed)}, and Ray has {available}. Ask for fewer "
-        "processes (trainer.n_gpus_per_node, trainer.nnodes), add nodes, or on CPU raise ray_init.num_cpus."
+        f"{what}, and Ray has {offered}. Ask for fewer processes (trainer.n_gpus_per_node, trainer.nnodes), or on CPU "
+        "raise ray_init.num_cpus."
     )
+
+
+def _offered(bundle: Mapping[str, float], pgs: Sequence[PlacementGroup]) -> str:
+    """What the cluster has of a bundle's resources, free or held by these placement groups, and its nodes."""
+    held = sum(pg.bundle_count for pg in pgs if pg.wait(0.01))
+    has, free = ray.cluster_resources(), ray.available_resources()
+    counts = {name: (has.get(name, 0), free.get(name, 0) + held * amount) for name, amount in bundle.items()}
+    resources = ", ".join(f"{name}: {min(own, total):g} free of {total:g}" for name, (total, own) in counts.items())
+    alive = [node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"]]
+    return f"{resources} on {len(alive)} node{'s' * (len(alive) != 1)} ({', '.join(sorted(set(alive)))})"
 
 
 def _give_back(pgs: Sequence[PlacementGroup]) -> None:
