@@ -57,16 +57,20 @@ class Trial(NamedTuple):
     run: Callable[[At], Found]
     seconds: float
     """Deadline."""
+    measures: bool = False
+    """A figure rather than a comparison; time is kept for it."""
 
 
 TRIALS: dict[str, Trial] = {}
 
 
-def trial(name: str, about: str, seconds: float = 90.0) -> Callable[[Callable[[At], Found]], Callable[[At], Found]]:
+def trial(
+    name: str, about: str, seconds: float = 90.0, measures: bool = False
+) -> Callable[[Callable[[At], Found]], Callable[[At], Found]]:
     """Register a trial, which raises AssertionError or anything else where it fails, `CannotRun` where it cannot."""
 
     def register(run: Callable[[At], Found]) -> Callable[[At], Found]:
-        TRIALS[name] = Trial(about, run, seconds)
+        TRIALS[name] = Trial(about, run, seconds, measures)
         return run
 
     return register
@@ -106,6 +110,19 @@ def tiny_model(at: At) -> str:
     if not (folder / "config.json").exists():
         # heads of 32: the smallest that every rollout engine takes
         make_tiny_model(folder, num_attention_heads=2, head_dim=32, initializer_range=0.1)
+    return str(folder)
+
+
+def rollout_model(at: At) -> str:
+    """Folder of a random model whose weights can be told from an allocator's rounding on a GPU, with its tokenizer."""
+    from verl.utils.tiny_model import make_tiny_model
+
+    if not at.is_cuda:
+        return tiny_model(at)
+    folder = at.folder / "rollout"
+    if not (folder / "config.json").exists():
+        shape = {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 4, "num_attention_heads": 16}
+        make_tiny_model(folder, **shape, head_dim=64)
     return str(folder)
 
 

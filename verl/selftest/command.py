@@ -5,7 +5,7 @@
     verl selftest --json > report.json
 
 A trial passes, fails, or says why it cannot run here. One that crashes, hangs or runs out of memory fails by itself;
-the others go on.
+the others go on. Modules of trials, and torch with them, are imported once the first line is on the screen.
 """
 
 from __future__ import annotations
@@ -18,17 +18,19 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-import verl.selftest.checks
-import verl.selftest.figures  # noqa: F401  both register their trials
 from verl.config.base import did_you_mean
-from verl.selftest.base import TRIALS, describe_machine
-from verl.utils.device import cuda_problem, is_cuda_available
-from verl.utils.tiny_model import SIZES
+from verl.preflight.command import asks_for_help
+from verl.telemetry.run_record import say_early
+from verl.version import __version__
+
+if TYPE_CHECKING:
+    from verl.selftest.base import Trial
 
 _LIMIT_S = 600.0
+_KEPT = 1 / 3  # of the limit, at most, for the figures that come last
 _MAX_REASON = 500  # characters of a failure in the table
 
 
@@ -86,16 +88,39 @@ def _innermost(said: str) -> str:
     return frames[0] if frames else "code that prints no Python stack"
 
 
-def run_trials(names: Sequence[str], device: str, size: str, limit_s: float) -> Iterator[Outcome]:
-    """Run trials one after the other; those that do not fit into ``limit_s`` are named and left out."""
-    end = time.monotonic() + limit_s
+def all_trials() -> Mapping[str, Trial]:
+    """Import the modules of trials; returns them by name, in their order."""
+    import verl.selftest.checks
+    import verl.selftest.figures  # noqa: F401  both register their trials
+    from verl.selftest.base import TRIALS
+
+    return TRIALS
+
+
+def seconds_kept(names: Sequence[str], trials: Mapping[str, Trial], limit_s: float) -> float:
+    """Seconds of ``limit_s`` that comparisons leave to the figures among ``names``, which come after them."""
+    return min(_KEPT * limit_s, sum(trials[name].seconds for name in names if trials[name].measures))
+
+
+def run_trials(
+    names: Sequence[str], device: str, size: str, limit_s: float, begins: Callable[[str], None]
+) -> Iterator[Outcome]:
+    """Run trials one after the other; those that do not fit into ``limit_s`` are named and left out.
+
+    Args:
+        begins: called with the name of each before it runs.
+    """
+    trials, end = all_trials(), time.monotonic() + limit_s
     with tempfile.TemporaryDirectory(prefix="verl-selftest-") as folder:
-        for name in names:
+        for number, name in enumerate(names):
+            begins(name)
             left = end - time.monotonic()
+            if not trials[name].measures:
+                left -= seconds_kept(names[number:], trials, limit_s)
             if left < 5:
-                yield Outcome(name, "none", f"not tried: the {limit_s:.0f} s of --limit are over")
+                yield Outcome(name, "none", f"not tried: its share of the {limit_s:.0f} s of --limit is over")
                 continue
-            yield run_trial(name, device, size, folder, min(left, TRIALS[name].seconds))
+            yield run_trial(name, device, size, folder, min(left, trials[name].seconds))
 
 
 def as_markdown(machine: str, outcomes: Sequence[Outcome]) -> str:
@@ -107,13 +132,15 @@ def as_markdown(machine: str, outcomes: Sequence[Outcome]) -> str:
     return "\n".join(lines)
 
 
-def _parser() -> argparse.ArgumentParser:
-    width = max(map(len, TRIALS))
+def _parser(trials: Mapping[str, Trial]) -> argparse.ArgumentParser:
+    from verl.utils.tiny_model import SIZES
+
+    width = max(map(len, trials))
     parser = argparse.ArgumentParser(
         "verl selftest",
         description="Try what verl runs on: kernels against the CPU's numbers, training engines, rollout engines and "
         "their sleep, collectives, optional packages; then measure an update, decoding and a weight sync.",
-        epilog="trials:\n" + "\n".join(f"  {name:<{width}}  {trial.about}" for name, trial in TRIALS.items()),
+        epilog="trials:\n" + "\n".join(f"  {name:<{width}}  {trial.about}" for name, trial in trials.items()),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--device", choices=["cuda", "cpu"], help="default: cuda where there is one")
@@ -140,9 +167,15 @@ def _chosen(option: str, text: str, known: Sequence[str]) -> list[str]:
 
 def main(words: Sequence[str]) -> int:
     """Run ``verl selftest``; returns 0, or 1 where a trial failed."""
-    parser = _parser()
+    if not asks_for_help(words):
+        say_early(f"verl {__version__}: loading torch")
+    trials = all_trials()
+    from verl.selftest.base import describe_machine
+    from verl.utils.device import cuda_problem, is_cuda_available
+
+    parser = _parser(trials)
     options = parser.parse_args(list(words))
-    known = list(TRIALS)
+    known = list(trials)
     try:
         wanted = _chosen("--only", options.only, known) or known
         left_out = _chosen("--skip", options.skip, known)
@@ -156,10 +189,14 @@ def main(words: Sequence[str]) -> int:
     names = [name for name in wanted if name not in left_out]
     outcomes: list[Outcome] = []
     width = max(map(len, names), default=0)
-    for outcome in run_trials(names, device, size, options.limit):
+    stream = sys.stderr if options.json else sys.stdout
+
+    def begins(name: str) -> None:
+        print(f"{name:<{width}}  ", end="", file=stream, flush=True)  # its outcome ends the line
+
+    for outcome in run_trials(names, device, size, options.limit, begins):
         outcomes.append(outcome)
-        line = f"{outcome.verdict:<5} {outcome.name:<{width}} {outcome.seconds:5.0f} s  {outcome.text}"
-        print(line, file=sys.stderr if options.json else sys.stdout, flush=True)
+        print(f"{outcome.verdict:<5}{outcome.seconds:5.0f} s  {outcome.text}", file=stream, flush=True)
     failed = sum(outcome.verdict == "FAIL" for outcome in outcomes)
     machine = describe_machine(device)
     if options.json:

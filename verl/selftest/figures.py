@@ -15,7 +15,7 @@ from verl.selftest.base import At, Found, copy_rate, engine_of, random_batch, ro
 from verl.utils.device import current_device, empty_cache
 
 
-@trial("update", "a packed update in bf16: tokens a second, MFU, peak memory", 150)
+@trial("update", "a packed update in bf16: tokens a second, MFU, peak memory", 150, measures=True)
 def measure_update(at: At) -> Found:
     from verl.algorithms.losses import PPOLoss
     from verl.telemetry.metric import FlopsCounter, get_device_flops
@@ -47,7 +47,7 @@ def measure_update(at: At) -> Found:
     peak = get_device_flops(device=at.device)
     mfu = achieved / peak
     text = f"{at.size}, {sum(tokens)} tokens in rows of at most {longest}: {sum(tokens) / seconds:,.0f} tokens/s, "
-    text += f"{achieved:.3g} TFLOPS" + (f", MFU {mfu:.1%}" if mfu else "")
+    text += f"{achieved:.3g} TFLOPS, " + (f"MFU {mfu:.1%}" if mfu else f"no MFU: {_no_peak(at)}")
     figures = {"tokens_per_s": sum(tokens) / seconds, "tflops": achieved, "mfu": mfu}
     if at.is_cuda:
         figures["peak_GiB"] = torch.cuda.max_memory_allocated() / 2**30
@@ -55,7 +55,17 @@ def measure_update(at: At) -> Found:
     return Found(text, figures)
 
 
-@trial("decode", "decoding with the fastest engine there is: tokens a second, share of memory bandwidth; sync", 240)
+def _no_peak(at: At) -> str:
+    name = torch.cuda.get_device_name() if at.is_cuda else "a CPU"
+    return f"the peak of {name} is not in verl's table of devices (verl/telemetry/metric.py)"
+
+
+@trial(
+    "decode",
+    "decoding with the fastest engine there is: tokens a second, share of memory bandwidth; sync",
+    240,
+    measures=True,
+)
 def measure_decode(at: At) -> Found:
     from transformers import AutoConfig
 
