@@ -20,6 +20,7 @@ from verl.config.base import ConfigError
 from verl.config.command_line import parse
 from verl.telemetry.run_record import say_early
 from verl.utils.process import plain_ending
+from verl.version import __version__
 
 if TYPE_CHECKING:
     from verl.config.load import LoadedConfig
@@ -140,6 +141,7 @@ def doctor(
     if flags.get("help"):
         print(parser.format_help(), end="")
         return 0
+    say_early(f"verl {__version__}: examining the configuration")
     from verl.preflight.checks import examine
     from verl.preflight.machine import Machine, containment_here
     from verl.preflight.report import Finding
@@ -192,10 +194,17 @@ def _print(report: Report, as_json: bool = False, strict: bool = False) -> int:
 # -- the main job --------------------------------------------------------------------------------------------------
 
 
+_HELP = {"--help", "-h", "--hydra-help", "--cfg", "-c", "--info", "-i"}
+
+
+def asks_for_help(arguments: Sequence[str]) -> bool:
+    """Whether these words only print help, or options with their values."""
+    return any(word.partition("=")[0] in _HELP for word in arguments)
+
+
 def asks_for_a_run(arguments: Sequence[str]) -> bool:
-    """Whether these words start a training run, rather than print help or a report."""
-    flags = [word for word in arguments if word.startswith("-") and not word.startswith(("--config", "-c"))]
-    return not flags and not any(map(_DRY.match, arguments))
+    """Whether these words start a training run or the checks before one, rather than print help or a report."""
+    return not asks_for_help(arguments) and not any(map(_DRY.match, arguments))
 
 
 def run_or_examine(
@@ -286,13 +295,16 @@ def _check_parser() -> ArgumentParser:
 def check(argv: Sequence[str] | None = None) -> int:
     """Check data files, or everything a command line names; returns the exit code."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
+    given_words = list(sys.argv[1:] if argv is None else argv)
+    if not asks_for_help(given_words):
+        say_early(f"verl {__version__}: examining data and configuration")
     from verl.preflight.checks import examine, examine_data
     from verl.preflight.data import Limits
     from verl.preflight.report import Finding, show, to_json
 
     parser = _check_parser()
     try:
-        options, words = parser.parse_known_args(list(sys.argv[1:] if argv is None else argv))
+        options, words = parser.parse_known_args(given_words)
         given_limits = {name: value for name, value in vars(options).items() if name in Limits.__dataclass_fields__}
         if "score" in options:
             given_limits |= {"scored": options.score, "asks_judge": True}

@@ -21,7 +21,8 @@ from pathlib import Path
 from typing import Any
 
 from verl.sandbox.containment import containment
-from verl.telemetry.run_record import environment, mask
+from verl.telemetry.run_record import environment, mask, say_early
+from verl.version import __version__
 
 _IMPORT_S = 120.0
 _TORCH = """
@@ -192,6 +193,7 @@ def main(words: list[str]) -> int:
     parser.add_argument("--json", action="store_true", help="as JSON")
     parser.add_argument("--quick", action="store_true", help="import nothing: neither torch nor the engines")
     options = parser.parse_args(words)
+    say_early(f"verl {__version__}: looking at this machine")
     found = diagnose(not options.quick)
     print(json.dumps(found, indent=1, ensure_ascii=False) if options.json else as_text(found))
     return 0

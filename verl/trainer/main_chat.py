@@ -18,9 +18,11 @@ from verl.config.command_line import quoted
 from verl.config.generation import GenerationConfig, long_words
 from verl.config.load import run_from_command_line
 from verl.config.ppo import PPOConfig
+from verl.telemetry.run_record import say_early
 from verl.telemetry.trajectories import visible
 from verl.trainer.main_generation import examine_model, read_command, with_model
 from verl.utils.process import plain_ending
+from verl.version import __version__
 
 EPILOG = """\
 MODEL is a model in Hugging Face format, or the folder of a run: its newest checkpoint.
@@ -162,6 +164,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         keys = [word.partition("=")[0] for word in long_words(words, GenerationConfig.short_names)]
         if named is None and "actor_rollout_ref.model.path" not in keys:
             parser().error("name a model or a run: verl chat MODEL")
+        say_early(f"verl {__version__}: reading the configuration")
         words = [word for word in words if word != named]
         if options.tools:
             words.append(f"rollout.multi_turn.function_tool_path={quoted(options.tools)}")

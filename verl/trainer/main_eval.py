@@ -20,9 +20,11 @@ from verl.config.generation import EvaluationConfig, long_words
 from verl.config.load import LoadedConfig, run_from_command_line
 from verl.config.ppo import PPOConfig
 from verl.config.unused_options import check_unused_options
+from verl.preflight.command import asks_for_help
 from verl.telemetry.run_record import say_early
 from verl.trainer.main_generation import default_output, examine, listed, read_command, with_model
 from verl.utils.process import plain_ending
+from verl.version import __version__
 
 HELP = """\
 usage: verl eval RESPONSES [key=value ...]
@@ -169,6 +171,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         given.update(loaded.given)
         return _examine(loaded, flags)
 
+    if not asks_for_help(words):
+        say_early(f"verl {__version__}: reading the configuration")
     with plain_ending():
         command = read_command(words, EvaluationConfig.short_names, model_and_data)
     run_from_command_line(

@@ -18,8 +18,10 @@ from verl.config.load import LoadedConfig, run_from_command_line
 from verl.config.ppo import PPOConfig
 from verl.config.unused_options import check_unused_options
 from verl.model_merger.__main__ import exported_model, find_checkpoint, is_checkpoint, merged_folder
+from verl.preflight.command import asks_for_help
 from verl.telemetry.run_record import say_early
 from verl.utils.process import plain_ending
+from verl.version import __version__
 
 HELP = """\
 usage: verl generate MODEL DATA [key=value ...]
@@ -162,6 +164,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if words in ([], ["--help"], ["-h"]):
         print(HELP, end="")
         return
+    if not asks_for_help(words):
+        say_early(f"verl {__version__}: reading the configuration")
     with plain_ending():
         command = read_command(words, GenerationConfig.short_names, model_and_data)
     run_from_command_line(

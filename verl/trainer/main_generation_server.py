@@ -15,9 +15,12 @@ from pathlib import Path
 from verl.config.generation import GenerationConfig, long_words
 from verl.config.load import run_from_command_line
 from verl.config.ppo import PPOConfig
+from verl.preflight.command import asks_for_help
+from verl.telemetry.run_record import say_early
 from verl.trainer.main_generation import examine_model, model_and_data, read_command, with_model
 from verl.trainer.main_generation import main as generate
 from verl.utils.process import plain_ending
+from verl.version import __version__
 
 HELP = """\
 usage: python -m verl.trainer.main_generation_server MODEL [DATA] [key=value ...]
@@ -56,6 +59,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if words in ([], ["--help"], ["-h"]):
         print(HELP, end="")
         return
+    if not asks_for_help(words):
+        say_early(f"verl {__version__}: reading the configuration")
     with plain_ending():
         command = read_command(words, GenerationConfig.short_names, model_and_data)
     keys = {word.lstrip("+").partition("=")[0] for word in long_words(command.arguments, GenerationConfig.short_names)}

@@ -17,6 +17,7 @@ from verl.config.base import ConfigError
 from verl.config.checks.batch import counted
 from verl.config.load import LoadedConfig, load, run_from_command_line
 from verl.config.sft import SFTConfig, plan
+from verl.preflight.command import asks_for_help
 from verl.single_controller.processes import torchrun_size
 from verl.telemetry.run_record import COMMAND, LOG, say_early
 from verl.trainer.run_folder import recorded_run
@@ -184,7 +185,7 @@ def main(
         words += [f"trainer.nnodes={size[0]}", f"trainer.n_gpus_per_node={size[1]}"]
         if os.environ["RANK"] != "0":
             raise SystemExit(_serve(words, job.root))
-    if not any(word.startswith("-") for word in words):
+    if not asks_for_help(words):
         say_early(f"verl {__version__}: reading the configuration")
 
     def run(config: SFTConfig) -> None:
