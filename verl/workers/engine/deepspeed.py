@@ -11,8 +11,9 @@ from __future__ import annotations
 import math
 import os
 import warnings
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import nullcontext
+from functools import partial
 from importlib import import_module
 from types import ModuleType
 from typing import Any
@@ -35,6 +36,7 @@ from verl.utils.distribution import install_command
 from verl.utils.py_functional import unchanged_environment
 from verl.utils.torch_functional import PrecisionType
 from verl.workers.engine.engine import Engine
+from verl.workers.engine.gather import Wait, one_ahead, start_adding, start_gathering
 from verl.workers.engine.local import ReplicaEngine
 from verl.workers.engine.registry import register_engine
 from verl.workers.engine.zero import Part, ZeroOffload, find_fragments, flat_optimizer_state, load_flat_optimizer_state
@@ -334,25 +336,34 @@ class DeepSpeedEngine(Engine):
             yield from self._full_tensors(dtype, leave_out)
 
     def _full_tensors(self, dtype: torch.dtype | None, leave_out: Collection[str]) -> Iterator[tuple[str, Tensor]]:
-        parameters = dict(self.module.named_parameters(remove_duplicate=False))
-        for name, tensor in self.module.state_dict().items():
-            if name in leave_out:
-                continue
-            tensor = self._whole(parameters[name], dtype) if name in parameters else tensor
+        for name, tensor in one_ahead(self._slices(dtype, leave_out)):
             yield name, tensor.to(dtype) if dtype is not None and tensor.is_floating_point() else tensor
 
-    def _whole(self, parameter: nn.Parameter, dtype: torch.dtype | None = None) -> Tensor:
-        """Gather a weight: the optimizer's fp32 copy, or the module's where it is equal."""
+    def _slices(
+        self, dtype: torch.dtype | None, leave_out: Collection[str]
+    ) -> Iterator[tuple[str, Callable[[], Wait]]]:
+        parameters = dict(self.module.named_parameters(remove_duplicate=False))
+        for name, tensor in self.module.state_dict().items():
+            if name in parameters and name not in leave_out:
+                yield name, partial(self._start_gathering, parameters[name], dtype)
+            elif name not in leave_out:
+                yield name, partial(_held, tensor)
+
+    def _start_gathering(self, parameter: Any, dtype: torch.dtype | None = None) -> Wait:
+        """Begin to gather a weight: the optimizer's fp32 copy, or the module's where it is equal."""
+        shape = _shape(parameter)
         is_rounded = self.optimizer is not None and parameter.dtype != torch.float32
         if is_rounded and parameter.requires_grad and parameter.dtype != dtype:
             # the optimizer's fp32 copy, joined from the parts of all ranks
-            whole = torch.zeros(_shape(parameter).numel(), device=self.device)
+            whole = torch.zeros(shape.numel(), device=self.device)
             if (fragment := self._fragments.get(self._names[parameter])) is not None:
                 whole[fragment.start : fragment.start + fragment.count] = fragment.view(fragment.flat.detach())
-            dist.all_reduce(whole)
-            return whole.view(_shape(parameter))
-        with self._library.zero.GatheredParameters([parameter], enabled=self._is_sliced):
-            return parameter.detach()
+            wait = start_adding(whole)
+        elif self._is_sliced:
+            wait = start_gathering(parameter.ds_tensor.detach().to(self.device), parameter.ds_process_group)
+        else:
+            return parameter.detach
+        return lambda: wait()[: shape.numel()].view(shape)
 
     # -- checkpoints ----------------------------------------------------------------------------------------------
 
@@ -368,7 +379,7 @@ class DeepSpeedEngine(Engine):
             if parameter is None:
                 state[name] = tensor
             elif not parameter.requires_grad:
-                state[name] = self._whole(parameter)
+                state[name] = self._start_gathering(parameter)()
             elif (fragment := self._fragments.get(self._names[parameter])) is not None:
                 state[name] = fragment.piece(fragment.flat)
             else:  # other ranks have all of it
@@ -433,6 +444,11 @@ class _Scorer(nn.Module):
 def _shape(parameter: nn.Parameter) -> torch.Size:
     """Of the whole weight, which may be in slices."""
     return getattr(parameter, "ds_shape", parameter.shape)
+
+
+def _held(tensor: Tensor) -> Wait:
+    """A tensor that every rank has, as if it were gathered."""
+    return lambda: tensor
 
 
 def _section(config: Any) -> DeepSpeedConfig:

@@ -10,7 +10,6 @@ from itertools import pairwise
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import register_fsdp_forward_method
@@ -43,13 +42,11 @@ from verl.utils.fsdp_utils import (
 )
 from verl.utils.torch_functional import PrecisionType
 from verl.workers.engine.engine import Engine
+from verl.workers.engine.gather import Wait, one_ahead, start_gathering
 from verl.workers.engine.registry import register_engine
 from verl.workers.engine.train_step import add_l2_gradient, clip_gradients
 
 logger = logging.getLogger(__name__)
-
-# the older name is deprecated where there is the newer
-_all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 @register_engine("fsdp", "fsdp2")
@@ -224,27 +221,21 @@ class FSDPEngine(Engine):
     def full_tensors(
         self, dtype: torch.dtype | None, leave_out: Collection[str], sharded: Collection[str] = ()
     ) -> Iterator[tuple[str, Tensor]]:
-        before: tuple[str, Callable[[], Tensor]] | None = None
-        try:
-            for name, tensor in self.module.state_dict().items():
-                if name in leave_out:
-                    continue
-                if dtype is not None and tensor.dtype != dtype and tensor.is_floating_point():
-                    # cast before gathering: half the bytes travel
-                    tensor = tensor.to(dtype)
-                tensor = tensor.to(self.device)
-                # it is gathered while the one before it is used
-                is_own = name in sharded and isinstance(tensor, DTensor)
-                gathered = tensor.to_local if is_own else _start_gathering(tensor)
-                if before is not None:
-                    yield before[0], before[1]()
-                before = name, gathered
-            if before is not None:
-                last, before = before, None
-                yield last[0], last[1]()
-        finally:
-            if before is not None:  # the caller gave up
-                before[1]()
+        yield from one_ahead(self._slices(dtype, leave_out, sharded))
+
+    def _slices(
+        self, dtype: torch.dtype | None, leave_out: Collection[str], sharded: Collection[str]
+    ) -> Iterator[tuple[str, Callable[[], Wait]]]:
+        for name, tensor in self.module.state_dict().items():
+            if name in leave_out:
+                continue
+            if dtype is not None and tensor.dtype != dtype and tensor.is_floating_point():
+                # cast before gathering: half the bytes travel
+                tensor = tensor.to(dtype)
+            tensor = tensor.to(self.device)
+            if name in sharded and isinstance(tensor, DTensor):
+                tensor = tensor.to_local()
+            yield name, partial(_start_gathering, tensor)
 
     @cached_property
     def own_rows(self) -> dict[str, tuple[int, int]]:
@@ -289,8 +280,8 @@ class FSDPEngine(Engine):
         self.module.to(device)
 
 
-def _start_gathering(tensor: Tensor) -> Callable[[], Tensor]:
-    """Begin to join the slices of a weight; all ranks call it in the same order. The result waits for the whole."""
+def _start_gathering(tensor: Tensor) -> Wait:
+    """Begin to join the slices of a weight; all ranks call it in the same order."""
     if not isinstance(tensor, DTensor):
         return lambda: tensor
     axes = [axis for axis, placement in enumerate(tensor.placements) if not placement.is_replicate()]
@@ -301,12 +292,5 @@ def _start_gathering(tensor: Tensor) -> Callable[[], Tensor]:
     part = local.contiguous() if len(local) == rows else local.new_zeros(rows, *local.shape[1:])
     if len(local) < rows:
         part[: len(local)] = local
-    whole = local.new_empty(rows * mesh.size(axis), *local.shape[1:])
-    work = _all_gather(whole, part, group=mesh.get_group(axis), async_op=True)
-    return partial(_gathered, work, whole, part, len(tensor))
-
-
-def _gathered(work: dist.Work, whole: Tensor, part: Tensor, rows: int) -> Tensor:
-    """Wait for a weight; ``part``, which the collective reads, must live until then."""
-    work.wait()
-    return whole[:rows]
+    wait, length = start_gathering(part, mesh.get_group(axis)), len(tensor)
+    return lambda: wait()[:length]
