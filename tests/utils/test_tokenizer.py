@@ -144,7 +144,6 @@ def test_a_folder_without_a_model_has_the_class_that_its_tokenizer_names(folder)
         ("config.json", {"tokenizer_class": "LlamaTokenizer"}),
         ("tokenizer_config.json", {"tokenizer_class": "ByT5Tokenizer"}),  # in Python
         ("config.json", {"model_type": "of_nobody"}),
-        ("config.json", {"model_type": "nougat"}),  # which is loaded as a vision-encoder-decoder
         ("config.json", {"auto_map": {"AutoConfig": "code.Own"}}),
     ],
 )

@@ -6,7 +6,6 @@ import json
 import os
 import sys
 import warnings
-from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
@@ -191,7 +190,7 @@ class _AutoTables(NamedTuple):
     """Tables by which ``AutoTokenizer`` chooses a class."""
 
     model_types: Collection[str]
-    """Those that transformers has a configuration of, and of no other type: that would be loaded as the other."""
+    """Those that transformers has a configuration of."""
     classes: Mapping[str, str | None]
     """Model type -> name of the class; `_UNCERTAIN` where it depends on more than the Rust library."""
     wrongly_named: Collection[str]
@@ -226,9 +225,7 @@ def _auto_tables() -> _AutoTables | None:
         patterns = ast.literal_eval(tables["MODEL_IDS_TO_TOKENIZERS_BACKEND"])
     except (ImportError, OSError, SyntaxError, LookupError, AttributeError, TypeError, ValueError):
         return None
-    shared = Counter(CONFIG_MAPPING_NAMES.values())
-    model_types = frozenset(kind for kind, config in CONFIG_MAPPING_NAMES.items() if shared[config] == 1)
-    return _AutoTables(model_types, classes, wrongly_named, patterns)
+    return _AutoTables(frozenset(CONFIG_MAPPING_NAMES), classes, wrongly_named, patterns)
 
 
 def _value_with_tokenizers(node: ast.expr) -> str | None:
