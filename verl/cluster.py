@@ -2,8 +2,9 @@
 
     RAY_ADDRESS=10.0.0.1:6379 verl cluster check --nodes 2 --folder /shared/runs
 
-One probe on every node says what it has; then the driver sends each an object, and the probes reduce a tensor
-together. Nothing is changed but for files of a few bytes in ``--folder``, which are removed.
+One probe on every node says what it has, writes a file and tries the rollout engines; then the driver sends each an
+object, and the probes reduce a tensor together. A line of the table is printed as soon as it is known, and on stderr
+what is tried next. Nothing is changed but for files in ``--folder``, which are removed.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import shutil
 import socket
 import statistics
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -27,6 +29,10 @@ _MOST_APART_S = 1.0
 """Largest difference of clocks: deadlines, logs and the order of checkpoints read them."""
 _SHARED_MEMORY_GIB, _DISK_GIB = 8, 50
 """Less free than this is said."""
+_SLOW_DISK_MB_S = 100
+"""A disk that writes less is said: a checkpoint of 7B parameters and their optimizer has 90 GB."""
+_TRIAL_S = 240.0
+"""Longest trial of a rollout engine."""
 _PORT = 29611
 
 
@@ -79,12 +85,34 @@ class Probe:
         """Return the time of this node's clock, seconds since 1970."""
         return time.time()
 
-    def load(self, package: str) -> str:
-        """Import ``package`` in a process of its own; returns "" or the reason why it does not load."""
-        from verl.telemetry.diagnose import probe
+    def write(self, folder: str, name: str, MiB: int) -> float:
+        """Write a file to the disk of ``folder``, and remove it; returns MB/s, the time of fsync included.
 
-        found = probe(f"import json, {package}; print(json.dumps('imported'))")
-        return "" if found == "imported" else str(found.get("error"))
+        Raises:
+            OSError: it cannot be written.
+        """
+        path = Path(folder)
+        while not path.is_dir():  # a run makes its folder
+            path = path.parent
+        piece = os.urandom(1 << 20)  # which no disk compresses
+        own = path / f"{name}.{socket.gethostname()}.{os.getpid()}"
+        try:
+            start = time.perf_counter()
+            with own.open("wb", buffering=0) as file:
+                for _ in range(MiB):
+                    file.write(piece)
+                os.fsync(file.fileno())
+            return MiB * 2**20 / (time.perf_counter() - start) / 1e6
+        finally:
+            own.unlink(missing_ok=True)
+
+    def generate(self, engine: str, device: str) -> tuple[str, str]:
+        """Run the rollout trial of ``verl selftest`` with a tiny model; returns its verdict and text."""
+        from verl.selftest.command import run_trial
+
+        with tempfile.TemporaryDirectory(prefix="verl-cluster-check-") as folder:
+            found = run_trial(f"rollout {engine}", device, "tiny", folder, _TRIAL_S)
+        return found.verdict, found.text
 
     def receive(self, sent: Any) -> int:
         """Return the bytes of an object that Ray has brought here."""
@@ -137,10 +165,11 @@ def _free(path: str) -> float | None:
 class _Check:
     """The probes of one cluster, and what they find."""
 
-    def __init__(self, options: argparse.Namespace) -> None:
+    def __init__(self, options: argparse.Namespace, begun: Callable[[str], None]) -> None:
+        """``begun``: is called with what is tried next."""
         import ray
 
-        self.options, self.ray = options, ray
+        self.options, self.ray, self.begun = options, ray, begun
         alive = [node for node in ray.nodes() if node["Alive"]]
         self.nodes = sorted(alive, key=lambda node: (node["NodeManagerAddress"], node["NodeID"]))
         self.names = self._names()
@@ -158,24 +187,32 @@ class _Check:
         yield from self._start()
         if not self.probes:
             return
-        for check in (self._look, self._clocks, self._engines, self._objects, self._reduce):
-            yield from check()
+        for check in (self._look, self._write, self._clocks, self._engines, self._objects, self._reduce):
+            if self.probes:
+                yield from check()
 
-    def ask(self, verb: str, *arguments: Any) -> tuple[dict[str, Any], dict[str, str]]:
+    def ask(self, verb: str, *arguments: Any, timeout_s: float = 0.0) -> tuple[dict[str, Any], dict[str, str]]:
         """Call a verb of every probe; returns the answers by node, and the reasons of those that gave none."""
         calls = {name: getattr(probe, verb).remote(*arguments) for name, probe in self.probes.items()}
-        return self._answers(calls)
+        return self._answers(calls, timeout_s or self.options.timeout)
 
-    def _answers(self, calls: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
-        found, missing, end = {}, {}, time.monotonic() + self.options.timeout
+    def _answers(self, calls: Mapping[str, Any], timeout_s: float) -> tuple[dict[str, Any], dict[str, str]]:
+        """Wait for calls; a node whose probe has died, or does not answer, is left out of what follows."""
+        found, missing, end = {}, {}, time.monotonic() + timeout_s
+        exceptions = self.ray.exceptions
         for name, call in calls.items():
             try:
                 found[name] = self.ray.get(call, timeout=max(0.1, end - time.monotonic()))
-            except self.ray.exceptions.GetTimeoutError:
-                missing[name] = f"no answer within {self.options.timeout:g} s (--timeout)"
-            except self.ray.exceptions.RayError as error:
-                cause = getattr(error, "cause", None) or error
+            except exceptions.GetTimeoutError:
+                missing[name] = f"no answer within {timeout_s:g} s (--timeout); it is left out of what follows"
+                self.probes.pop(name, None)
+            except exceptions.RayTaskError as error:
+                cause = error.cause or error
                 missing[name] = f"{type(cause).__name__}: {(str(cause).strip().splitlines() or [''])[-1]}"
+            except exceptions.RayError as error:
+                words = " ".join(str(error).split())[:300]
+                missing[name] = f"its process or node has died: {words}; it is left out of what follows"
+                self.probes.pop(name, None)
         return found, missing
 
     def _count(self) -> Iterator[Finding]:
@@ -208,9 +245,10 @@ class _Check:
         for name, node in zip(self.names, self.nodes, strict=True):
             place = NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
             self.probes[name] = actor.options(scheduling_strategy=place).remote()
-        _, missing = self.ask("clock")  # imports verl there
+        self.begun(f"a process on each of {len(self.nodes)} nodes imports verl")
+        _, missing = self.ask("clock")
         for name, reason in missing.items():
-            del self.probes[name]
+            self.probes.pop(name, None)
             yield Finding(
                 "FAIL", "start", f"{name}: {reason}. Each node needs verl and its packages in the Python that started "
                 "Ray there" + (", and a free GPU." if gpus else "."),
@@ -225,6 +263,7 @@ class _Check:
         except OSError as error:
             yield Finding("FAIL", "folder", f"{folder}: {error}. Name a folder that this user can write by --folder.")
             return
+        self.begun(f"versions, and {folder} as each node sees it")
         try:
             found, missing = self.ask("look", str(folder), mark.name)
         finally:
@@ -251,40 +290,69 @@ class _Check:
             elif free:
                 yield Finding("ok", what, f"{min(free.values()):.0f} GiB free or more")
 
+    def _write(self) -> Iterator[Finding]:
+        options, folder = self.options, Path(self.options.folder).expanduser().absolute()
+        if not options.disk_MiB:
+            return
+        self.begun(f"every node writes {options.disk_MiB} MiB to {folder}, all at once")
+        found, missing = self.ask("write", str(folder), f".verl-cluster-check-{time.time_ns()}", options.disk_MiB)
+        for name, reason in missing.items():
+            text = f"{name}: {reason}. See the free space, the quota and the mount of {folder} there."
+            yield Finding("FAIL", "write", text)
+        if found:
+            text = f"{options.disk_MiB} MiB with fsync: "
+            text += ", ".join(f"{name} {rate:.0f} MB/s" for name, rate in found.items())
+            slow = min(found.values()) < _SLOW_DISK_MB_S
+            text += f"; below {_SLOW_DISK_MB_S} MB/s a checkpoint takes long (checkpoint.async_save)" if slow else ""
+            yield Finding("note" if slow else "ok", "write", text)
+
     def _clocks(self) -> Iterator[Finding]:
-        apart = {}
-        for name, probe in self.probes.items():
-            offsets = []
-            for _ in range(5):  # the shortest way there and back says most
+        self.begun("the clocks")
+        offsets: dict[str, list[tuple[float, float]]] = {}
+        for _ in range(5):  # the shortest way there and back says most
+            for name, probe in list(self.probes.items()):
                 start = time.time()
-                there = self.ray.get(probe.clock.remote(), timeout=self.options.timeout)
+                found, missing = self._answers({name: probe.clock.remote()}, self.options.timeout)
                 end = time.time()
-                offsets.append((end - start, there - (start + end) / 2))
-            apart[name] = min(offsets)[1]
-        yield clock_finding(apart)
+                yield from (Finding("FAIL", "clocks", f"{name}: {reason}.") for reason in missing.values())
+                for there in found.values():
+                    offsets.setdefault(name, []).append((end - start, there - (start + end) / 2))
+        apart = {name: min(pairs)[1] for name, pairs in offsets.items() if name in self.probes}
+        if apart:
+            yield clock_finding(apart)
 
     def _engines(self) -> Iterator[Finding]:
-        for package in self.options.engine:
-            if package == "sglang" and self.options.device == "cpu":
-                yield Finding("note", package, "not tried: on a CPU only a run's own adapter loads it")
+        for engine in self.options.engine or ["hf"]:
+            what = f"rollout {engine}"
+            if engine == "none":
                 continue
-            found, missing = self.ask("load", package)
-            bad = {name: reason for name, reason in {**found, **missing}.items() if reason}
-            if bad:
-                text = "; ".join(f"{name}: {reason}" for name, reason in bad.items())
-                yield Finding("FAIL", package, f"{text}. bash scripts/install_engines.sh {package}")
+            if engine == "sglang" and self.options.device == "cpu":
+                yield Finding("note", what, "not tried: on a CPU only a run's own adapter loads it")
+                continue
+            if not self.probes:
+                return
+            self.begun(f"{what} on every node: a tiny model, a weight sync, some tokens; up to {_TRIAL_S:.0f} s")
+            limit_s = _TRIAL_S + self.options.timeout
+            found, missing = self.ask("generate", engine, self.options.device, timeout_s=limit_s)
+            bad = {name: text for name, (verdict, text) in found.items() if verdict != "pass"}
+            if failed := {**bad, **missing}:
+                text = "; ".join(f"{name}: {reason}" for name, reason in failed.items())
+                text += f". Run `verl selftest --only 'rollout {engine}'` there"
+                text += f"; bash scripts/install_engines.sh {engine} installs it." if engine != "hf" else "."
+                yield Finding("FAIL", what, text)
             else:
-                yield Finding("ok", package, "loads on every node")
+                yield Finding("ok", what, f"on every node: {next(iter(found.values()))[1]}")
 
     def _objects(self) -> Iterator[Finding]:
         import numpy as np
 
         rates = {}
         sent = np.random.default_rng(0).integers(0, 255, self.options.MiB * 2**20, dtype=np.uint8)
-        for name, probe in self.probes.items():
+        self.begun(f"an object of {self.options.MiB} MiB to each node")
+        for name, probe in list(self.probes.items()):
             sent[0] += 1  # another object each time: a node may have the last one
             start = time.perf_counter()
-            found, missing = self._answers({name: probe.receive.remote(self.ray.put(sent))})
+            found, missing = self._answers({name: probe.receive.remote(self.ray.put(sent))}, self.options.timeout)
             rates[name] = sent.nbytes / (time.perf_counter() - start) / 1e9
             if missing or found[name] != sent.nbytes:
                 reason = missing.get(name) or f"{found[name]} of {sent.nbytes} bytes came"
@@ -300,17 +368,18 @@ class _Check:
         if size < 2:
             yield Finding("note", "all-reduce", "not tried: there is one node only")
             return
-        first = next(iter(self.probes.values()))
-        try:
-            address = self.ray.get(first.address.remote(), timeout=options.timeout)
-        except self.ray.exceptions.RayError as error:
-            yield Finding("FAIL", "all-reduce", f"{self.names[0]}: {type(error).__name__}")
+        self.begun(f"all-reduce over {size} nodes by {backend}; up to {options.timeout:g} s")
+        name, first = next(iter(self.probes.items()))
+        found, missing = self._answers({name: first.address.remote()}, options.timeout)
+        if missing:
+            yield Finding("FAIL", "all-reduce", f"{name}, where the nodes were to meet: {missing[name]}.")
             return
+        address = found[name]
         calls = {
             name: probe.reduce.remote(rank, size, address, options.port, options.device, options.MiB, options.timeout)
             for rank, (name, probe) in enumerate(self.probes.items())
         }
-        found, missing = self._answers(calls)
+        found, missing = self._answers(calls, options.timeout)
         if missing:
             text = "; ".join(f"{name}: {reason}" for name, reason in missing.items())
             interface = "NCCL_SOCKET_IFNAME and GLOO_SOCKET_IFNAME" if backend == "nccl" else "GLOO_SOCKET_IFNAME"
@@ -363,8 +432,12 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--folder", default=".", help="where checkpoints are to go (trainer.default_local_dir)")
     parser.add_argument("--shared", action="store_true", help="fail unless all nodes see one --folder")
     parser.add_argument(
-        "--engine", action="append", default=[], choices=["vllm", "sglang"], help="import it on every node"
+        "--engine",
+        action="append",
+        choices=["hf", "vllm", "sglang", "none"],
+        help="generate some tokens with it on every node (default: hf); none: with no engine",
     )
+    parser.add_argument("--disk-MiB", type=int, default=256, help="that every node writes to --folder; 0: none (256)")
     parser.add_argument("--MiB", type=int, default=64, help="size of the object and of the tensor (default: 64)")
     parser.add_argument("--port", type=int, default=_PORT, help=f"of the all-reduce, on the first node ({_PORT})")
     parser.add_argument("--timeout", type=float, default=120.0, help="seconds for a step of the check (default: 120)")
@@ -379,23 +452,33 @@ def main(words: Sequence[str], connect: Callable[[], None] | None = None) -> int
         connect: connects to the cluster, as Ray's controller does if not given.
     """
     options = _parser().parse_args(list(words))
+    _say(f"joining the Ray cluster at {os.environ.get('RAY_ADDRESS', 'this machine, without RAY_ADDRESS')}")
     from verl.single_controller import get_controller
 
     controller = get_controller("ray")
+    found: list[Finding] = []
     try:
         (connect or controller.start)()
         import ray
 
         if options.device is None:
             options.device = "cuda" if ray.cluster_resources().get("GPU") else "cpu"
-        found = list(_Check(options).findings())
+        if not options.json:
+            print(f"{'':<5} {'check':<14} finding", flush=True)
+        for finding in _Check(options, _say).findings():
+            found.append(finding)
+            if not options.json:
+                print(f"{finding.verdict:<5} {finding.what:<14} {finding.text}", flush=True)
     finally:
         controller.stop()
     failed = sum(finding.verdict == "FAIL" for finding in found)
     if options.json:
         print(json.dumps([finding._asdict() for finding in found], indent=1))
     else:
-        for finding in found:
-            print(f"{finding.verdict:<5} {finding.what:<13} {finding.text}")
         print("\nThe nodes fit together." if not failed else f"\n{failed} of {len(found)} checks failed.")
     return 1 if failed else 0
+
+
+def _say(text: str) -> None:
+    """Print on stderr what is tried now, so that what hangs has a name."""
+    print(f"...   {text}", file=sys.stderr, flush=True)
