@@ -28,7 +28,7 @@ STUBS = {
 """``ray`` says what the real one does: see `test_the_nodes_of_a_job_are_counted_on_a_real_ray`."""
 
 
-def run_with_stubs(command, folder, others=None, timeout_s=60, **environment):
+def run_with_stubs(command, folder, others=None, timeout_s=120, **environment):
     """The overrides of the training that ``command`` starts, its exit code, and the calls of the cluster's tools.
 
     Args:
