@@ -121,8 +121,9 @@ def rollout_model(at: At) -> str:
         return tiny_model(at)
     folder = at.folder / "rollout"
     if not (folder / "config.json").exists():
-        shape = {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 4, "num_attention_heads": 16}
-        make_tiny_model(folder, **shape, head_dim=64)
+        width = {"hidden_size": 1024, "head_dim": 64, "num_attention_heads": 16}
+        config: dict[str, Any] = {**width, "intermediate_size": 4096, "num_hidden_layers": 4}
+        make_tiny_model(folder, **config)
     return str(folder)
 
 

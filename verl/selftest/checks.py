@@ -87,9 +87,10 @@ def _head(at: At, compiled: bool, triton: bool = False) -> Found:
             pull = torch.randn(2, rows, generator=draw)
             wants_entropy = not triton
             kernels: dict[str, Any] = {"triton": True} if triton else {"compiled": compiled}
-            here = [leaf.to(device, copy=True).requires_grad_() for leaf in leaves]
-            on_cpu = [leaf.requires_grad_() for leaf in leaves]
-            found = chunked_log_probs(*here, targets.to(device), LogitTransform(temperature), wants_entropy, **kernels)
+            hidden, weight = here = tuple(leaf.to(device, copy=True).requires_grad_() for leaf in leaves)
+            on_cpu = tuple(leaf.requires_grad_() for leaf in leaves)
+            options = (LogitTransform(temperature), wants_entropy)
+            found = chunked_log_probs(hidden, weight, targets.to(device), *options, **kernels)
             logits = on_cpu[0].float() @ on_cpu[1].float().t()
             exact = full_log_probs(logits, targets, temperature, wants_entropy)
             for name, one, other, row in zip(("log-probs", "entropies"), found, exact, pull, strict=True):

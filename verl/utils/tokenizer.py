@@ -214,7 +214,7 @@ def _auto_tables() -> _AutoTables | None:
         from transformers.models.auto.auto_mappings import CONFIG_MAPPING_NAMES
 
         source = Path(transformers.__file__).parent / "models" / "auto" / "tokenization_auto.py"
-        tables = {}
+        tables: dict[str, Any] = {}
         for node in ast.parse(source.read_text(encoding="utf-8")).body:
             if isinstance(node, ast.Assign | ast.AnnAssign):
                 target = node.targets[0] if isinstance(node, ast.Assign) else node.target
