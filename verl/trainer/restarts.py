@@ -62,6 +62,7 @@ def run_with_restarts(config: Any, run: Callable[[Any], None]) -> None:
     """
     global _step
     trainer, failed_in, begin = config.trainer, set[int](), time.monotonic()
+    first_wait_s = trainer.restart_wait  # read before the first attempt, which complains of options that nothing reads
     tracker = Path(trainer.default_local_dir).expanduser() / TRACKER
     saved_before = _changed_at(tracker)
     _step = mmap.mmap(-1, _STEP_BYTES + 1)
@@ -84,7 +85,7 @@ def run_with_restarts(config: Any, run: Callable[[Any], None]) -> None:
                 break
             if not lacked_nodes:
                 failed_in.add(step)
-            seconds = min(trainer.restart_wait * 2**number, _LONGEST_WAIT_S)
+            seconds = min(first_wait_s * 2**number, _LONGEST_WAIT_S)
             start = "its newest checkpoint" if _changed_at(tracker) != saved_before else "where it began"
             say_early(
                 f"the run {how} {where}; restart {number + 1} of {trainer.max_restarts} from {start} in {seconds:g} s"
