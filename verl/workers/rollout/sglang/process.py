@@ -82,7 +82,7 @@ class EngineProcess:
         self._end = weakref.finalize(self, _end, os.getpid(), self._process, self._connection, self.folder)
         self._send(("start", os.getpid(), dict(arguments), list(given)))
         try:
-            self.info: dict[str, Any] = self._answer(None)
+            self.info: dict[str, Any] = self.result(None)
             """``version`` of SGLang, ``pids`` of its processes, names of its ``sampling`` parameters."""
         except EngineDiedError:
             raise
@@ -94,9 +94,27 @@ class EngineProcess:
 
     def call(self, name: str, *args: Any) -> Any:
         """Run a command of `host.Host` and wait for its answer."""
+        return self.result(self.start_call(name, *args))
+
+    def start_call(self, name: str, *args: Any) -> int:
+        """Start a command of `host.Host`; returns the number under which `result` waits for it.
+
+        Commands run one after the other. The answer to one that is not awaited before the next is lost.
+        """
         self._next_call += 1
         self._send(("call", self._next_call, name, args))
-        return self._answer(self._next_call)
+        return self._next_call
+
+    def result(self, number: int | None) -> Any:
+        """Wait for the answer to a command; None: to the start."""
+        while True:
+            message = self._receive()
+            if message is None or message[0] != number:
+                continue  # of a call whose caller was interrupted
+            _, good, value = message
+            if good:
+                return value
+            raise value
 
     def submit(self, requests: Sequence[tuple[int, EngineRequest]]) -> None:
         """Start these requests, each with its id."""
@@ -169,16 +187,6 @@ class EngineProcess:
             return None
         number, good, value = rest
         return number, good, value
-
-    def _answer(self, number: int | None) -> Any:
-        while True:
-            message = self._receive()
-            if message is None or message[0] != number:
-                continue  # of a call whose caller was interrupted
-            _, good, value = message
-            if good:
-                return value
-            raise value
 
     def _died(self) -> EngineDiedError:
         deadline = time.monotonic() + _GRACE_S

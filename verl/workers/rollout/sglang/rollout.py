@@ -12,7 +12,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from itertools import chain
+from itertools import chain, cycle
 from typing import Any, Literal
 
 import torch
@@ -63,6 +63,8 @@ class SGLangRollout(ModelRollout):
     """
 
     _process: EngineProcess | None = None
+    _loading: int | None = None
+    """The call that loads a bucket, on the rank that owns the engine."""
 
     @property
     def kind(self) -> Mapping[str, Any]:
@@ -180,13 +182,14 @@ class SGLangRollout(ModelRollout):
     def update_weights(self, version: int, buckets: Iterable[Bucket]) -> Receipt:
         """Load the buckets with SGLang's own loader, inside its processes, and sum up what their memory holds.
 
-        Extra memory is one bucket, shared with those processes.
+        A bucket is made and copied into shared memory while the one before it is loaded: extra memory is two.
         """
         self.check_nothing_runs("update_weights()")
         self.invalidate()
         if "weights" in self._asleep:
             raise weights_asleep_error(version)
-        shared = SharedMemoryBuffer() if self.device.type == "cpu" else CudaIpcBuffer()
+        buffer_class = SharedMemoryBuffer if self.device.type == "cpu" else CudaIpcBuffer
+        shared = buffer_class(), buffer_class()
         try:
             self._on_leader(self._begin_load)
             problem = self._send(shared, iter(buckets))
@@ -195,7 +198,8 @@ class SGLangRollout(ModelRollout):
                 self._end_session()
             raise
         finally:
-            shared.close()
+            for buffer in shared:
+                buffer.close()
         results = self._on_leader(self._end_load)
         problem = problem or results[0][0]
         if problem:
@@ -222,19 +226,34 @@ class SGLangRollout(ModelRollout):
         self.engine.call("manage", "end_weight_update")
         self.engine.call("flush_cache")  # computed with older weights
 
-    def _send(self, shared: SharedMemoryBuffer | CudaIpcBuffer, buckets: Iterable[Bucket]) -> str | None:
-        """Hand all buckets over; returns the first problem, after which the rest is only consumed."""
-        problem = None
+    def _send(self, shared: Sequence[SharedMemoryBuffer | CudaIpcBuffer], buckets: Iterable[Bucket]) -> str | None:
+        """Hand all buckets over; returns the first problem, after which the rest is only consumed.
+
+        The two buffers take turns, and one is packed while the schedulers load from the other.
+        """
+        problem, self._loading, turns = None, None, cycle(shared)
         for bucket in buckets:
             if problem is not None:
                 continue
             everyone = self.device.type == "cuda"  # each rank's buffer is on the device of one scheduler
-            message = shared.pack(bucket) if everyone or self.is_leader else None
+            message = next(turns).pack(bucket) if everyone or self.is_leader else None
             messages = self._gather(message) if everyone else [message]
             del bucket  # free it before the next one is made
-            problems = self._on_leader(partial(self.call_schedulers, "load", messages=messages))
-            problem = next((problem for problem in problems if problem), None)
+            problem = self._on_leader(partial(self._load_next, messages))
+        return problem or self._on_leader(self._loaded)
+
+    def _load_next(self, messages: list[Any]) -> str | None:
+        """Wait until the bucket before is loaded, and have the schedulers load the next, unless there is a problem."""
+        problem = self._loaded()
+        if problem is None:
+            self._loading = self.engine.start_call("call_schedulers", "load", {"messages": messages})
         return problem
+
+    def _loaded(self) -> str | None:
+        """Wait for the bucket that is being loaded; returns the first problem: its buffer may be packed again."""
+        number, self._loading = self._loading, None
+        problems = [] if number is None else self.engine.result(number)
+        return next((problem for problem in problems if problem), None)
 
     # -- sleep ---------------------------------------------------------------------------------------------------------
 
