@@ -204,8 +204,8 @@ def trained(nodes, disks, tmp_path_factory):
 @pytest.mark.ray
 def test_a_run_says_for_which_nodes_it_waits_and_is_started_again_until_they_are_there(trained):
     said = (trained / "log").read_text()
-    assert "waiting for nodes: resource pool [1, 1, 1] (processes by node) needs CPU: 3, and the cluster has" in said
-    assert f"CPU: 2 free of 2 on 2 nodes ({ADDRESSES[0]}, " in said
+    assert "waiting for nodes: resource pool [1, 1, 1] (processes by node) needs CPU: 3; the cluster has CPU: 2" in said
+    assert f" on 2 nodes ({ADDRESSES[0]}, " in said and "and 2 of 3 processes have a place there" in said
     assert f"exit code {int(ExitCode.WORKER)}: " in said and "Start Ray on the nodes that are missing" in said
     assert "for lack of nodes; restart 1 of 6 from where it began" in said
 

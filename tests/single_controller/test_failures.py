@@ -182,7 +182,7 @@ def test_arguments_and_outputs_that_cannot_travel_are_named(start_local):
 @pytest.mark.ray
 def test_a_pool_larger_than_the_cluster_says_what_is_missing(ray_controller):
     classes = ray_controller.ClassWithInitArgs(Counter)
-    with pytest.raises(ValueError, match=r"pool \[1000\].*'CPU': 1000.*free of 32.*ray_init.num_cpus"):
+    with pytest.raises(ValueError, match=r"pool \[1000\].*CPU: 1000.*CPU: 32 on 1 node.*ray_init.num_cpus"):
         ray_controller.WorkerGroup(ray_controller.ResourcePool([1000]), classes)
 
 

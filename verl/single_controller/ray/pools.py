@@ -172,29 +172,30 @@ def _wait_for_placement(pool: RayResourcePool, pgs: Sequence[PlacementGroup], de
         if address and time.monotonic() > said_at + _SAID_EVERY_S:
             said_at = time.monotonic()
             offered = _offered(pool.bundle(device_name), pgs)
-            say_early(f"waiting for nodes: {what}, and the cluster has {offered}; {left:.0f} s are left")
+            say_early(f"waiting for nodes: {what}; {offered}. {left:.0f} s are left")
     offered = _offered(pool.bundle(device_name), pgs)
     _give_back(pgs)
     if address:
         raise NodesMissing(
-            f"{what}, and the cluster of RAY_ADDRESS={address} has {offered}, after {patience:g} s. Start Ray on the "
+            f"{what}; after {patience:g} s {offered} (RAY_ADDRESS={address}). Start Ray on the "
             "nodes that are missing (ray start --address; `ray status` lists those that are there), wait until other "
             "runs end, or ask for less (trainer.nnodes, trainer.n_gpus_per_node). trainer.max_restarts=N tries again."
         )
     raise ValueError(
-        f"{what}, and Ray has {offered}. Ask for fewer processes (trainer.n_gpus_per_node, trainer.nnodes), or on CPU "
+        f"{what}; {offered}. Ask for fewer processes (trainer.n_gpus_per_node, trainer.nnodes), or on CPU "
         "raise ray_init.num_cpus."
     )
 
 
 def _offered(bundle: Mapping[str, float], pgs: Sequence[PlacementGroup]) -> str:
-    """What the cluster has of a bundle's resources, free or held by these placement groups, and its nodes."""
-    held = sum(pg.bundle_count for pg in pgs if pg.wait(0.01))
-    has, free = ray.cluster_resources(), ray.available_resources()
-    counts = {name: (has.get(name, 0), free.get(name, 0) + held * amount) for name, amount in bundle.items()}
-    resources = ", ".join(f"{name}: {min(own, total):g} free of {total:g}" for name, (total, own) in counts.items())
+    """What the cluster has of a bundle's resources in all, its nodes, and how many processes have a place on them."""
+    placed = sum(pg.bundle_count for pg in pgs if placement_group_table(pg)["state"] == "CREATED")
+    has = ray.cluster_resources()
+    resources = ", ".join(f"{name}: {has.get(name, 0):g}" for name in bundle)
     alive = [node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"]]
-    return f"{resources} on {len(alive)} node{'s' * (len(alive) != 1)} ({', '.join(sorted(set(alive)))})"
+    nodes = f"{len(alive)} node{'s' * (len(alive) != 1)} ({', '.join(sorted(set(alive)))})"
+    total = sum(pg.bundle_count for pg in pgs)
+    return f"the cluster has {resources} on {nodes}, and {placed} of {total} processes have a place there"
 
 
 def _give_back(pgs: Sequence[PlacementGroup]) -> None:
