@@ -29,7 +29,7 @@ def attempts(file):
 def test_a_run_is_started_again_until_its_nodes_are_there(tmp_path, capfd):
     def run(tree):
         if attempts(tmp_path / "count") <= 3:
-            raise NodesMissing("resource pool [1, 1] needs CPU: 2, and the cluster has CPU: 1 free of 1 on 1 node.")
+            raise NodesMissing("resource pool [1, 1] needs CPU: 2, and the cluster has CPU: 1 on 1 node.")
 
     run_with_restarts(config(tmp_path, 3), run)
     said = capfd.readouterr().err
@@ -39,7 +39,7 @@ def test_a_run_is_started_again_until_its_nodes_are_there(tmp_path, capfd):
 def test_nodes_that_do_not_come_end_it_with_the_exit_code_of_a_lost_worker(tmp_path, capfd):
     def run(tree):
         attempts(tmp_path / "count")
-        raise NodesMissing("resource pool [1, 1] needs CPU: 2, and the cluster has CPU: 1 free of 1 on 1 node.")
+        raise NodesMissing("resource pool [1, 1] needs CPU: 2, and the cluster has CPU: 1 on 1 node.")
 
     with pytest.raises(SystemExit) as ending:
         run_with_restarts(config(tmp_path, 1), run)
@@ -51,7 +51,7 @@ def test_nodes_that_do_not_come_end_it_with_the_exit_code_of_a_lost_worker(tmp_p
 def test_a_step_that_fails_again_after_a_wait_for_nodes_ends_the_run(tmp_path, capfd):
     def run(tree):
         if attempts(tmp_path / "count") == 2:
-            raise NodesMissing("resource pool [1, 1] needs CPU: 2, and the cluster has CPU: 1 free of 1 on 1 node.")
+            raise NodesMissing("resource pool [1, 1] needs CPU: 2, and the cluster has CPU: 1 on 1 node.")
         note_step(4)
         raise SystemExit(int(ExitCode.WORKER))
 
