@@ -270,7 +270,7 @@ def chunked_log_probs(
 ) -> tuple[Tensor, Tensor | None]:
     """Log-probability of each target under softmax(logits), and the entropy of that distribution.
 
-    Logits exist in chunks only, of 128 MiB on CPU and 512 MiB on CUDA; peak memory is up to four of the latter.
+    Logits exist in chunks only, of 320 MiB on CPU and 512 MiB on CUDA; peak memory is up to four of the latter.
 
     Args:
         hidden: (T, H), the states that predict ``targets``.

@@ -232,7 +232,7 @@ _FREED_LEFT = {"checkpoint": 0.9, "rollout": 0.6}
 BYTES = {"fp32": 4, "float32": 4, "float": 4, "bf16": 2, "bfloat16": 2, "fp16": 2, "float16": 2, "half": 2, "auto": 2}
 _NORMED_HEADS = ("qwen3", "gemma3", "olmo2")
 """Families that normalise queries and keys."""
-_LOGITS_CHUNK = {"cpu": 128 << 20, "cuda": 512 << 20}
+_LOGITS_CHUNK = {"cpu": 320 << 20, "cuda": 512 << 20}
 """Bytes of logits computed at a time."""
 
 
