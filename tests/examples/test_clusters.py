@@ -81,10 +81,9 @@ def test_the_nodes_of_a_job_are_counted_on_a_real_ray(own_ray, tmp_path):
 
 
 def ray_address() -> str:
-    """The address of this machine that Ray takes in place of loopback."""
-    from ray.util import get_node_ip_address
-
-    return get_node_ip_address()
+    """The address of this machine that Ray takes in place of loopback, in a process that has started no Ray."""
+    code = "from ray.util import get_node_ip_address; print(get_node_ip_address())"
+    return subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout.strip()
 
 
 JOB = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "node[1-2]", "SLURM_GPUS_ON_NODE": "4"}
