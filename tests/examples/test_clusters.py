@@ -44,7 +44,9 @@ def run_with_stubs(command, folder, others=None, timeout_s=120, **environment):
         (folder / name).write_text("")
     (folder / "examples").symlink_to(ROOT / "examples")
     env = (
-        os.environ | {"CALLS": str(folder / "calls"), "TOOLS": str(folder / "tools"), "REPO": str(folder)} | environment
+        outside_ray()
+        | {"CALLS": str(folder / "calls"), "TOOLS": str(folder / "tools"), "REPO": str(folder)}
+        | environment
     )
     env["PATH"] = f"{folder / '.venv' / 'bin'}:{env['PATH']}"
     done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=timeout_s)
@@ -75,15 +77,24 @@ def test_the_nodes_of_a_job_are_counted_on_a_real_ray(own_ray, tmp_path):
     script = str(ROOT / "examples" / "slurm" / "ray_on_slurm.slurm")
     environment = {**JOB, **own_ray, "REAL_ADDRESS": ray_address(), "CUDA_VISIBLE_DEVICES": "0,1,2,3"}
     stubs = {"ray": real, "hostname": address}
-    [words], done, tools = run_with_stubs(["bash", script], tmp_path, stubs, timeout_s=200, **environment)
+    found, done, tools = run_with_stubs(["bash", script], tmp_path, stubs, timeout_s=200, **environment)
     assert done.returncode == 0 and "2 of 2 nodes have joined Ray" in done.stdout, done.stdout + done.stderr
+    [words] = found
     assert load_ppo_config(words).trainer.nnodes == 2
 
 
 def ray_address() -> str:
     """The address of this machine that Ray takes in place of loopback, in a process that has started no Ray."""
     code = "from ray.util import get_node_ip_address; print(get_node_ip_address())"
-    return subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout.strip()
+    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True, env=outside_ray())
+    if (address := done.stdout.strip()).startswith("127."):
+        pytest.skip("this machine has no address but loopback's")
+    return address
+
+
+def outside_ray() -> dict[str, str]:
+    """This process's environment without what the clusters of other tests have set."""
+    return {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
 
 
 JOB = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "node[1-2]", "SLURM_GPUS_ON_NODE": "4"}
