@@ -10,6 +10,7 @@ GPUS=${GPUS:-4}
 
 options=(
     algorithm.adv_estimator=grpo
+    algorithm.rollout_correction.rollout_is=token
     data.train_files="$DATA/train.parquet"
     data.val_files="$DATA/test.parquet"
     data.train_batch_size=1024
