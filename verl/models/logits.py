@@ -9,8 +9,8 @@ from torch import Tensor
 
 _CHUNK_BYTES = {"cpu": 320 << 20, "cuda": 512 << 20}
 """Size of the logits of one matrix product; large enough to run it at full speed. On CPU also those of a whole
-micro-batch of 1024 tokens, for up to 160k tokens in the vocabulary in bf16 and 80k in fp32: the backward pass then needs
-no product for them, and makes the gradient of the weight at once."""
+micro-batch of 1024 tokens, for up to 160k tokens in the vocabulary in bf16 and 80k in fp32: the backward pass then
+needs no product for them, and makes the gradient of the weight at once."""
 
 _BLOCK_BYTES = 1 << 20
 """Size of the fp32 logits of one element-wise pass on CPU: a few of these stay in a core's own cache."""
