@@ -24,7 +24,7 @@ READ = (
     "enforce_eager", "enable_chunked_prefill", "disable_log_stats", "prompt_length", "response_length", "max_model_len",
     "max_num_batched_tokens", "max_num_seqs", "engine_kwargs",
 )  # fmt: skip
-"""Options that every engine reads, whoever uses it."""
+"""Options that every engine reads, in any role."""
 
 
 def engine_options(

@@ -374,7 +374,7 @@ class RewardModelConfig(Config):
             prompt_length=2048,
             response_length=2048,
         )
-        # a classifier reads texts and samples nothing; a judge is told by each request how to sample
+        # a classifier samples nothing; requests to a judge carry their own sampling parameters
         reads = READ if self.enable else (*READ, "limit_images", "use_fire_sampling")
         options = engine_options(base, self.rollout, "reward_model.rollout", problems, notes, reads)
         if options.free_cache_engine and not self.shares_devices:  # nothing would wake it

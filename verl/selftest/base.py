@@ -114,7 +114,7 @@ def tiny_model(at: At) -> str:
 
 
 def rollout_model(at: At) -> str:
-    """Folder of a random model whose weights can be told from an allocator's rounding on a GPU, with its tokenizer."""
+    """Folder of a random model with its tokenizer; its weights are larger than what a GPU's allocator rounds up to."""
     from verl.utils.tiny_model import make_tiny_model
 
     if not at.is_cuda:

@@ -35,13 +35,6 @@ def start(folder, **changes):
 
 
 @pytest.fixture
-def awake(built):
-    rollout = built("sglang")
-    rollout.wake()
-    return rollout
-
-
-@pytest.fixture
 def ready(awake, reference):
     sync_weights(weights_of(reference("tied")), awake, version=1)
     return awake

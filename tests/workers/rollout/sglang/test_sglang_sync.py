@@ -15,13 +15,6 @@ SMALL = 20_000
 
 
 @pytest.fixture
-def awake(built):
-    rollout = built("sglang")
-    rollout.wake()
-    return rollout
-
-
-@pytest.fixture
 def events(monkeypatch):
     """What happens in order: ("pack", buffer), ("load", call) and ("loaded", call)."""
     seen, loads = [], set()
