@@ -1,6 +1,5 @@
 """Reward of a trajectory where both the environment (agent loop) and the reward function may have a say: env.reward."""
 
-import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -10,6 +9,7 @@ from torch import Tensor
 
 from verl.batch.ragged import Ragged
 from verl.protocol import DataProto
+from verl.rewards.managers.scoring import call_manager
 
 
 def reward_of_episodes(reward_fn: Callable, source: str) -> Callable:
@@ -48,14 +48,7 @@ class _EpisodeReward:
             {**(info if isinstance(info, Mapping) else {}), "rollout_reward_scores": scores}
             for info, scores in zip(infos, _scores_by_name(data), strict=True)
         ]
-        try:
-            inspect.signature(self.reward_fn).bind(None, return_dict=True)
-            result = self.reward_fn(asked, return_dict=True)
-        except TypeError:  # a manager of a user's that returns rewards alone
-            result = self.reward_fn(asked)
-        if isinstance(result, Mapping):
-            return result["reward_tensor"], dict(result.get("reward_extra_info", None) or {})
-        return result, {}
+        return call_manager(asked, self.reward_fn)
 
 
 def environment_rewards(data: DataProto) -> Tensor:

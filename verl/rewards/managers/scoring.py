@@ -189,14 +189,19 @@ def reward_column(data: DataProto, reward_fn: Callable) -> tuple[Column, dict[st
 
 
 def _scored(data: DataProto, reward_fn: Callable) -> tuple[Column, dict[str, list]]:
-    # a user's manager may return padded rewards alone
-    asked = {name: value for name, value in (("return_dict", True), ("padded", False)) if _has_keyword(reward_fn, name)}
-    result = reward_fn(data, **asked)
-    extra: dict[str, list] = {}
-    if isinstance(result, Mapping):
-        result, extra = result["reward_tensor"], dict(result.get("reward_extra_info", None) or {})
+    result, extra = call_manager(data, reward_fn, padded=False)
     _check(result, data, type(reward_fn).__name__)
     return result, extra
+
+
+def call_manager(data: DataProto, reward_fn: Callable, padded: bool = True) -> tuple[Any, dict[str, list]]:
+    """What a reward manager returns, unchecked: rewards (B, R), padded or not, and its extra columns."""
+    keywords = (("return_dict", True), ("padded", padded))
+    # a user's manager may return padded rewards alone
+    result = reward_fn(data, **{name: value for name, value in keywords if _has_keyword(reward_fn, name)})
+    if isinstance(result, Mapping):
+        return result["reward_tensor"], dict(result.get("reward_extra_info", None) or {})
+    return result, {}
 
 
 def compute_reward_async(
