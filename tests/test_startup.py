@@ -6,6 +6,7 @@ import sys
 
 import pytest
 
+from verl.single_controller.processes import torchrun_size
 from verl.utils.tiny_model import make_tiny_model
 
 HEAVY = {"torch", "transformers", "ray", "numpy", "pyarrow", "hydra", "omegaconf"}
@@ -41,6 +42,31 @@ def test_a_command_speaks_before_it_imports_anything_heavy(words):
 def test_help_is_all_that_is_printed_where_help_is_asked_for(words):
     done = subprocess.run([sys.executable, "-m", "verl", *words.split()], capture_output=True, text=True, check=True)
     assert "usage: " in done.stdout and not done.stderr
+
+
+@pytest.mark.parametrize(
+    "variables", [{}, {"WG_BACKEND": "local"}], ids=["of torchrun", "of a run that starts a command"]
+)
+def test_help_is_printed_by_a_rank_too(variables):
+    of_torchrun = {
+        "RANK": "0",
+        "WORLD_SIZE": "2",
+        "LOCAL_RANK": "0",
+        "LOCAL_WORLD_SIZE": "2",
+        "MASTER_ADDR": "127.0.0.1",
+    }
+    command = [sys.executable, "-m", "verl", "sft", "--help"]
+    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, **of_torchrun, **variables})
+    assert done.returncode == 0 and "usage: " in done.stdout and not done.stderr
+
+
+def test_ranks_of_a_run_are_not_those_of_torchrun(monkeypatch):
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR"):
+        monkeypatch.setenv(name, "4")
+    monkeypatch.delenv("WG_BACKEND", raising=False)
+    assert torchrun_size() == (1, 4)
+    monkeypatch.setenv("WG_BACKEND", "ray")
+    assert torchrun_size() is None
 
 
 def test_a_driver_on_ray_imports_neither_models_nor_the_compiler(tmp_path):

@@ -1,7 +1,9 @@
 """Environments that do what the action says. Imported by the processes under test."""
 
 import asyncio
+import contextlib
 import ctypes
+import fcntl
 import mmap
 import os
 import re
@@ -46,14 +48,24 @@ class Hostile:
 
     def meet(self):
         """Wait until ``meeting`` steps have begun in the folder; the text is how many ran when this one began."""
-        come, left = (os.path.join(self.folder, f"{word}-{self.seed}") for word in ("come", "left"))
-        open(come, "w").close()
-        names = os.listdir(self.folder)
-        there = sum(name.startswith("come") for name in names) - sum(name.startswith("left") for name in names)
-        while sum(name.startswith("come") for name in os.listdir(self.folder)) < self.meeting:
+        with self.alone():
+            open(os.path.join(self.folder, f"come-{self.seed}"), "w").close()
+            there = self.number("come") - self.number("left")
+        while self.number("come") < self.meeting:
             time.sleep(0.01)
-        open(left, "w").close()
+        with self.alone():
+            open(os.path.join(self.folder, f"left-{self.seed}"), "w").close()
         return str(there), 0.0, False, False, {}
+
+    def number(self, word):
+        return sum(name.startswith(word) for name in os.listdir(self.folder))
+
+    @contextlib.contextmanager
+    def alone(self):
+        """No other step of the folder comes, is counted or leaves meanwhile."""
+        with open(os.path.join(self.folder, "lock"), "w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            yield
 
     def raises(self):
         raise KeyError("no such cell")
