@@ -23,7 +23,8 @@ from benchmarks.measure import block_cost, median_cost, peak_extra_mb, report, w
 from verl.algorithms.advantages import ADV_ESTIMATOR_REGISTRY, get_adv_estimator_fn
 from verl.algorithms.losses import POLICY_LOSS_REGISTRY, compute_policy_loss, compute_value_loss, get_policy_loss_fn
 from verl.algorithms.valid_tokens import values_of
-from verl.batch.ragged import Layout, Ragged
+from verl.batch.layout import Layout
+from verl.batch.ragged import Ragged
 from verl.config.actor import ActorConfig
 
 GROUP = 8

@@ -17,8 +17,10 @@ import torch
 
 from benchmarks.measure import report, work_words
 from verl.algorithms.aggregate import agg_rows
+from verl.batch.layout import Layout
 from verl.batch.partition import CallPlan, MiniBatches, PartitionPlan, RowCost
-from verl.batch.ragged import Layout, Ragged, join_windows
+from verl.batch.ragged import Ragged
+from verl.batch.windows import join_windows
 from verl.protocol import DataProto
 from verl.single_controller import get_controller
 from verl.single_controller.base import Worker

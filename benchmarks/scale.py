@@ -35,8 +35,10 @@ from benchmarks.dispatch import StepWorker
 from benchmarks.measure import peak_extra_mb, report
 from verl.algorithms.aggregate import agg_rows
 from verl.algorithms.valid_tokens import valid_tokens
+from verl.batch.layout import Layout
 from verl.batch.partition import CallPlan, MiniBatches, PartitionPlan, RowCost
-from verl.batch.ragged import Layout, Ragged, RemoteRows, RowValues, join_windows
+from verl.batch.ragged import Ragged, RemoteRows, RowValues
+from verl.batch.windows import join_windows
 from verl.config.algorithm import AlgorithmConfig
 from verl.protocol import DataProto
 from verl.single_controller.base.worker_group import (

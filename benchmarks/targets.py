@@ -14,7 +14,7 @@ PPO_CALLS = {**GRPO_CALLS, "kind": "ppo"}
 LARGEST = {"rows": 8192, "ranks": 512}
 SYNC_FP32 = {"dtype": "float32", "actor_dtype": "float32"}
 SYNC_BF16 = {"dtype": "bfloat16", "actor_dtype": "float32"}
-LOG_PROBS = {"what": "log-probs and entropy of hidden states"}
+LOG_PROBS = "log-probs and entropy of hidden states"
 
 
 class Line(NamedTuple):
@@ -62,7 +62,7 @@ LINES = [
     Line("vLLM's seeds of samples, share added", "rollout", {"what": "seeds", "rows": 16}, "over_unseeded", 0.03),
     Line("the same for more rows", "rollout", {"what": "seeds", "rows": 64}, "over_unseeded", 0.03),
     Line("prefix sharing, share of its bound", "packing", {"name": "shared"}, share_of_bound, 0.9, True),
-    Line("log-probs and entropy, CPU ms beyond the products", "peers", LOG_PROBS, beyond_products, 95),
+    Line("log-probs and entropy, CPU ms beyond the product", "peers", {"what": LOG_PROBS}, beyond_products, 95),
     Line("GAE, CPU ms", "algorithms", {"name": "gae", **WIDE}, "cpu_ms", 4),
     Line("policy loss and its gradient, CPU ms", "algorithms", {"name": "policy loss,", **WIDE}, "cpu_ms", 4),
     Line("the same without padding, CPU ms", "algorithms", {"name": "policy loss without", **WIDE}, "cpu_ms", 4),

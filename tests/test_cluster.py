@@ -253,8 +253,8 @@ def test_a_run_goes_on_over_two_nodes_each_with_a_disk_and_a_server_and_again_wh
             wait_for("step:5 ")
             folder = disks.of("head") if disks.are_apart else disks.place
             servers = json.loads(next(folder.glob("run/rollout_servers.json")).read_text())["base_urls"]
-            served = {node_that_listens(urlsplit(url).port) for url in servers}
-            assert len(servers) == 2 and served == {node.node_ip_address for node in nodes.list_all_nodes()}, servers
+            served = {urlsplit(url).hostname: node_that_listens(urlsplit(url).port) for url in servers}
+            assert served == {node.node_ip_address: node.node_ip_address for node in nodes.list_all_nodes()}, servers
             if disks.are_apart:
                 places = {address: address, nodes.head_node.node_ip_address: "head"}
                 for rank, (_, place) in enumerate(sorted(places.items())):  # ranks by the addresses of their nodes

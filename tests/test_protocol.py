@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-import verl.batch.ragged as known_columns
-from verl.batch.ragged import Layout, Ragged
+import verl.batch.windows as known_columns
+from verl.batch.layout import Layout
+from verl.batch.ragged import Ragged
 from verl.protocol import (
     DataProto,
     DataProtoConfig,

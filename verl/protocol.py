@@ -4,7 +4,7 @@ Tensor columns are held padded or packed (``Ragged``). The trainer and the worke
 the valid tokens, not the window, and tensordict is never imported. ``data.batch`` is the padded side, a real TensorDict
 that may be changed in place; touching it pads every packed column in, once.
 
-Which columns are ragged is known to ``verl.batch.ragged``. Knows no model and no process.
+Which columns are ragged is known to ``verl.batch.windows``. Knows no model and no process.
 """
 
 from __future__ import annotations
@@ -22,21 +22,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from verl.batch.ragged import (
-    WINDOWS,
-    JoinedTokens,
-    Ragged,
-    cat_columns,
-    first_difference,
-    move_columns,
-    pack_column,
-    register_ragged_column,
-    select_columns,
-    slice_columns,
-    tensor_from_numpy,
-    tensor_to_numpy,
-    window_layouts,
-)
+from verl.batch.equality import first_difference
+from verl.batch.layout import tensor_from_numpy, tensor_to_numpy
+from verl.batch.ragged import JoinedTokens, Ragged, cat_columns, move_columns, select_columns, slice_columns
+from verl.batch.windows import WINDOWS, pack_column, register_ragged_column, window_layouts
 
 if TYPE_CHECKING:
     from tensordict import TensorDict

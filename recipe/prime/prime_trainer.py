@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from recipe.prime.prime_algos import ImplicitRewardLoss, batch_norm
-from verl.batch.ragged import register_ragged_column
+from verl.batch.windows import register_ragged_column
 from verl.protocol import DataProto
 from verl.single_controller.base.decorator import Dispatch, register
 from verl.trainer.ppo.experience import put_response_column, response_column

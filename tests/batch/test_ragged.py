@@ -8,18 +8,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from verl.batch.ragged import (
-    GatheredRows,
-    Layout,
-    Ragged,
-    RowValues,
-    cat_columns,
-    join_windows,
-    select_columns,
-    slice_columns,
-    tensor_from_numpy,
-    tensor_to_numpy,
-)
+from verl.batch.layout import Layout, tensor_from_numpy, tensor_to_numpy
+from verl.batch.ragged import GatheredRows, Ragged, RowValues, cat_columns, select_columns, slice_columns
+from verl.batch.windows import join_windows
 
 quick = settings(deadline=None, max_examples=60)
 

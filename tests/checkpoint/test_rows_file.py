@@ -6,7 +6,8 @@ import torch
 from PIL import Image
 from safetensors.torch import save_file
 
-from verl.batch.ragged import Layout, Ragged
+from verl.batch.layout import Layout
+from verl.batch.ragged import Ragged
 from verl.checkpoint.rows_file import check_savable, load_rows, read_metadata, save_rows
 from verl.protocol import DataProto
 

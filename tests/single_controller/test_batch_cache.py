@@ -9,7 +9,8 @@ import torch
 
 from tests.single_controller.roles import Reader
 from verl.batch.partition import CallPlan, MiniBatches, PartitionPlan, RowCost
-from verl.batch.ragged import Ragged, RowValues, join_windows
+from verl.batch.ragged import Ragged, RowValues
+from verl.batch.windows import join_windows
 from verl.protocol import DataProto
 from verl.single_controller.errors import WorkerError, WorkerGroupStopped
 from verl.trainer.ppo.step_bundle import _drop_lost

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from verl.batch.ragged import Ragged, join_windows
+from verl.batch.ragged import Ragged
+from verl.batch.windows import join_windows
 from verl.protocol import DataProto
 from verl.utils.tiny_model import make_tiny_model, make_tokenizer
 

@@ -10,7 +10,8 @@ from tests.config.helpers import RUNNABLE, notes, problems, typed
 from tests.support.runs import overrides, run_job
 from verl.agents import AgentLoopBase, AgentLoopOutput
 from verl.agents.base import _LOOPS
-from verl.batch.ragged import Layout, Ragged
+from verl.batch.layout import Layout
+from verl.batch.ragged import Ragged
 from verl.config.env import EnvConfig, EnvSplitConfig, EnvValidationConfig
 from verl.config.load import load
 from verl.data.env_groups import EnvGroupDataset

@@ -14,7 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from verl.batch.ragged import Column, Layout, Ragged, RowValues
+from verl.batch.layout import Layout
+from verl.batch.ragged import Column, Ragged, RowValues
 
 BLOCK = 64
 """Tokens per block: long enough for efficient matrix products, short enough to waste little on the ends of rows."""

@@ -1,10 +1,7 @@
 """Columns without padding: the valid tokens of rows of unequal length, and their positions in the padded window.
 
-A padded column is (B, width); each row is one run of valid tokens, with padding left and right. ``Layout`` holds the
-positions of the runs, ``Ragged`` their values one after the other: T = sum of lengths values instead of B * width.
-Columns of one batch share their Layout object, so what is derived from it (offsets, valid positions) is derived once.
-
-Knows torch and numpy only. Which columns of a batch are ragged, and by which mask, is in `WINDOWS`.
+A `Layout` holds the positions of the valid tokens, a `Ragged` their values one after the other: T = sum of lengths
+values instead of B * width. Which columns of a batch are ragged, and in which window, is in `verl.batch.windows`.
 """
 
 from __future__ import annotations
@@ -19,185 +16,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-# -- Tensors on the wire: numpy arrays over the same memory ----------------------------------------------------------
-_CARRIERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
-
-
-def tensor_to_numpy(tensor: Tensor) -> tuple[np.ndarray, torch.dtype | None]:
-    """A contiguous array on the CPU, and the dtype to view it back to where numpy has none (bf16, fp8)."""
-    tensor = tensor.detach().cpu().contiguous()
-    try:
-        return tensor.numpy(), None
-    except TypeError:
-        return tensor.view(_CARRIERS[tensor.element_size()]).numpy(), tensor.dtype
-
-
-def tensor_from_numpy(array: np.ndarray, dtype: torch.dtype | None = None) -> Tensor:
-    """A tensor over the memory of ``array``. Where that is read-only, the tensor must not be written to either."""
-    if not array.flags.writeable:
-        array = np.asarray(_WritableAlias(array)) if array.size else array.copy()
-    tensor = torch.from_numpy(array)
-    return tensor if dtype is None else tensor.view(dtype)
-
-
-class _WritableAlias:
-    """Lets torch wrap read-only memory without its warning: torch has no read-only tensors."""
-
-    def __init__(self, array: np.ndarray):
-        self.owner = array  # numpy keeps this object, and so the memory, alive
-        self.__array_interface__ = {**array.__array_interface__, "data": (array.ctypes.data, False)}
-
+from verl.batch.encoding import SAMPLE, Encoded, carrier_of, decode, encode, form, is_constant, rare
+from verl.batch.layout import Layout, tensor_from_numpy, tensor_to_numpy
 
 Fill = float | Literal["position"]
-
-
-@dataclass(frozen=True, eq=False)
-class Layout:
-    """Positions of the valid tokens of B rows in a padded (B, width) window; one run per row."""
-
-    starts: Tensor
-    """(B,) int64: column of each row's first valid token."""
-    lengths: Tensor
-    """(B,) int64: number of valid tokens of each row; may be zero."""
-    width: int
-
-    @staticmethod
-    def from_mask(mask: Tensor) -> Layout:
-        """Read the runs off a (B, width) mask. A row with holes counts from its first to its last nonzero entry."""
-        if mask.ndim != 2:
-            raise ValueError(f"Layout.from_mask: a mask of shape {tuple(mask.shape)} is not (B, width).")
-        real = (mask != 0).cpu().numpy()  # numpy's argmax of booleans stops at the first hit, torch's does not
-        width = real.shape[1]
-        if not real.size:
-            none = torch.zeros(len(real), dtype=torch.int64, device=mask.device)
-            return Layout(none, none, width)
-        starts = real.argmax(1)
-        ends = np.where(real.any(1), width - real[:, ::-1].argmax(1), starts)
-        runs = torch.from_numpy(np.stack([starts, ends - starts])).to(mask.device)
-        return Layout(runs[0], runs[1], width)
-
-    def __len__(self) -> int:
-        return self.starts.shape[0]
-
-    def __eq__(self, other: object) -> bool:
-        """Same width, same runs. Where an empty run would start does not matter."""
-        if self is other:
-            return True
-        if not isinstance(other, Layout) or (self.width, len(self)) != (other.width, len(other)):
-            return False
-        if self.lengths.device != other.lengths.device or not torch.equal(self.lengths, other.lengths):
-            return False
-        return bool(((self.starts == other.starts) | (self.lengths == 0)).all())
-
-    def __hash__(self) -> int:
-        return hash((self.width, len(self)))
-
-    @cached_property
-    def offsets(self) -> Tensor:
-        """(B + 1,) int64: row i owns values[offsets[i] : offsets[i + 1]]."""
-        return torch.cat([self.lengths.new_zeros(1), self.lengths.cumsum(0)])
-
-    @cached_property
-    def total(self) -> int:
-        """T, the number of valid tokens."""
-        return int(self.offsets[-1])
-
-    @cached_property
-    def row_numbers(self) -> Tensor:
-        """(T,) int64: number of the row that each valid token belongs to."""
-        return self.spread(torch.arange(len(self), device=self.lengths.device))
-
-    def spread(self, values: Tensor) -> Tensor:
-        """(T,): of ``values`` (B,), one a row, that of its row for each valid token."""
-        if values.device.type == "cpu" and not values.requires_grad:  # numpy's is ten times as fast
-            array, dtype = tensor_to_numpy(values)
-            return tensor_from_numpy(np.repeat(array, self.lengths.cpu().numpy()), dtype)
-        return values.repeat_interleave(self.lengths, output_size=self.total)
-
-    def sum(self, values: Tensor) -> Tensor:
-        """(B,): the sum of each row of ``values`` (T,); without gradient."""
-        array, carried = tensor_to_numpy(values) if values.device.type == "cpu" else (None, None)
-        if array is None or carried:
-            # `unsafe`: lengths are not checked, for which an accelerator would be waited for
-            lengths = self.lengths.to(values.device)
-            return torch.segment_reduce(values.detach(), "sum", lengths=lengths, unsafe=True, initial=0)
-        rows, firsts = self._rows_with_tokens
-        sums = np.zeros(len(self), array.dtype)
-        # pairwise: four times as fast as torch's, and ten times as exact
-        sums[rows] = np.add.reduceat(array, firsts)
-        return torch.from_numpy(sums)
-
-    @cached_property
-    def _rows_with_tokens(self) -> tuple[np.ndarray, np.ndarray]:
-        """Numbers of the rows that have a token, and where their values begin."""
-        rows = np.flatnonzero(self.lengths.cpu().numpy())
-        return rows, self.offsets[:-1].cpu().numpy()[rows]
-
-    @cached_property
-    def valid_positions(self) -> Tensor:
-        """(T,) int64: position of each valid token in the flattened (B * width) window."""
-        outside = (self.starts < 0) | (self.lengths < 0) | (self.starts + self.lengths > self.width)
-        # an index too large would land in the next row, unseen; an accelerator would have to be waited for
-        if self.starts.device.type == "cpu" and outside.any():
-            i = int(outside.nonzero()[0])
-            run = f"starts[{i}]={int(self.starts[i])}, lengths[{i}]={int(self.lengths[i])}"
-            raise ValueError(f"Layout: {run} leave the window of width={self.width}. Shorten the row or widen it.")
-        return self._count_from(torch.arange(len(self), device=self.starts.device) * self.width + self.starts)
-
-    @cached_property
-    def trimmed(self) -> Layout:
-        """The same lengths in the narrowest window that holds them, padding on the right only."""
-        longest = int(self.lengths.max()) if len(self) else 0
-        return Layout(torch.zeros_like(self.starts), self.lengths, longest)
-
-    def mask(self) -> Tensor:
-        """(B, width) int64: 1 on valid tokens."""
-        column = torch.arange(self.width, device=self.starts.device)
-        starts = self.starts[:, None]
-        return ((column >= starts) & (column < starts + self.lengths[:, None])).long()
-
-    def window(self, first: int, last: int) -> Layout:
-        """Clip the runs to columns [first, last): the layout of ``padded[:, first:last]``."""
-        starts = self.starts.clamp(first, last) - first
-        ends = (self.starts + self.lengths).clamp(first, last) - first
-        return Layout(starts, ends - starts, last - first)
-
-    def select(self, idx: Tensor) -> Layout:
-        """The rows ``idx``, an int64 tensor of non-negative row numbers, in that order."""
-        return Layout(self.starts[idx], self.lengths[idx], self.width)
-
-    def slice(self, first: int, last: int) -> Layout:
-        """Rows [first, last) as views."""
-        return Layout(self.starts[first:last], self.lengths[first:last], self.width)
-
-    def to(self, device: torch.device | str) -> Layout:
-        moved = Layout(self.starts.to(device), self.lengths.to(device), self.width)
-        vars(moved)["total"] = self.total  # known here; to read it back from a GPU would wait for the GPU
-        return moved
-
-    @staticmethod
-    def cat(layouts: Sequence[Layout]) -> Layout:
-        """The rows of all, one after the other; all must have one width."""
-        widths = sorted({layout.width for layout in layouts})
-        if len(widths) != 1:
-            raise ValueError(f"Layout.cat: widths {widths} differ. Pad the rows to one width before joining them.")
-        if len(layouts) == 1:
-            return layouts[0]
-        starts, lengths = (torch.cat([getattr(part, name) for part in layouts]) for name in ("starts", "lengths"))
-        return Layout(starts, lengths, widths[0])
-
-    def _count_from(self, firsts: Tensor) -> Tensor:
-        """(T,): count on from ``firsts[i]`` (B,) over the tokens of row i."""
-        shift = self.spread(firsts - self.offsets[:-1])
-        return shift + torch.arange(self.total, device=shift.device)
-
-    def __reduce__(self):
-        runs = torch.stack([self.starts, self.lengths]).cpu().to(torch.int32 if self.width < 1 << 31 else torch.int64)
-        return Layout._from_wire, (*runs.numpy(), self.width)
-
-    @staticmethod
-    def _from_wire(starts: np.ndarray, lengths: np.ndarray, width: int) -> Layout:
-        return Layout(tensor_from_numpy(starts).long(), tensor_from_numpy(lengths).long(), width)
 
 
 @dataclass(frozen=True, eq=False)
@@ -364,13 +186,13 @@ class Ragged:
     def __reduce__(self):
         if self.fill == "position" and _counts_from_zero(self):
             return CountedPositions, (self.layout,)
-        return Ragged._from_wire, (*_encoded(self.values, self.layout), self.layout, self.fill)
+        return Ragged._from_wire, (*encode(self.values, self.layout), self.layout, self.fill)
 
     @staticmethod
     def _from_wire(*encoded: Any) -> Ragged:
         *content, layout, fill = encoded
         # of files that earlier versions wrote, the array and its dtype alone
-        values = tensor_from_numpy(*content) if len(content) == 2 else _decoded(tuple(content), layout)
+        values = tensor_from_numpy(*content) if len(content) == 2 else decode(tuple(content), layout)
         return Ragged(values, layout, fill)
 
 
@@ -506,8 +328,8 @@ class RowValues(Ragged):
         if self.at is None:
             return Ragged._from_wire, ("row", *tensor_to_numpy(self.numbers), None, self.layout, self.fill)
         filled = self.layout.lengths > 0
-        rare = _rare((self.layout.offsets[:-1] + self.at)[filled], self.numbers[filled])
-        return Ragged._from_wire, (*rare, self.layout, self.fill)
+        encoded = rare((self.layout.offsets[:-1] + self.at)[filled], self.numbers[filled])
+        return Ragged._from_wire, (*encoded, self.layout, self.fill)
 
 
 class JoinedTokens(Ragged):
@@ -681,21 +503,6 @@ class GatheredRows(Ragged):
         return GatheredRows(_Gather(parts, np.arange(len(layout))), layout, parts[0].fill)
 
 
-# -- Values on the wire: bit for bit the same, in fewer bytes where that can be seen at once --------------------------
-_Encoded = tuple[str, np.ndarray, torch.dtype | None, torch.dtype | None]
-
-_SAMPLE = 256
-"""Tokens looked at first, before a look at all."""
-
-_BLOCK = 1 << 18
-"""Tokens looked at together."""
-
-
-def _is_constant(values: Tensor) -> bool:
-    """Whether the values are one, repeated in place."""
-    return values.ndim == 1 and len(values) > 0 and values.stride(0) == 0
-
-
 def _counts_from_zero(column: Ragged) -> bool:
     values = column.values
     if values.ndim != 1 or values.dtype != torch.int64:
@@ -703,45 +510,9 @@ def _counts_from_zero(column: Ragged) -> bool:
     layout = column.layout
     if values[layout.offsets[:-1][layout.lengths > 0]].any():
         return False
-    rows = int(torch.searchsorted(layout.offsets[1:], _SAMPLE)) + 1
+    rows = int(torch.searchsorted(layout.offsets[1:], SAMPLE)) + 1
     sample = CountedPositions(layout.slice(0, rows)).values
     return torch.equal(sample, values[: len(sample)]) and torch.equal(CountedPositions(layout).values, values)
-
-
-def _form(values: Tensor, layout: Layout) -> _Encoded:
-    """Return how the values are sent, what is sent of them, its dtype where numpy has none, and theirs if it differs.
-
-    ``all``: the one value that they have in common. ``row``: one a row. ``rare``: those that are not 0, and their
-    places. ``each``: every one.
-    """
-    if _is_constant(values):
-        return "all", *tensor_to_numpy(values[:1]), None
-    if not values.numel():
-        return "each", *tensor_to_numpy(values), None
-    if values.ndim == 1 and not values.dtype.is_complex and (found := _repeated(values, layout)):
-        return found
-    return "each", *tensor_to_numpy(values), None
-
-
-def _carrier(values: Tensor) -> torch.dtype | None:
-    """The smallest dtype that holds these integers; None if it is theirs, or they are none."""
-    if values.dtype not in (torch.int16, torch.int32, torch.int64) or not values.numel():
-        return None
-    low, high = values.aminmax()
-    for dtype in (torch.int8, torch.int16, torch.uint16, torch.int32):
-        limits = torch.iinfo(dtype)
-        if dtype.itemsize < values.element_size() and limits.min <= int(low) and int(high) <= limits.max:
-            return dtype
-    return None
-
-
-def _encoded(values: Tensor, layout: Layout) -> _Encoded:
-    """Return how the values are sent: as `_form`, integers in the fewest bytes that hold them."""
-    values = values.detach().cpu()
-    kind, array, carried, dtype = _form(values, layout)
-    if kind == "each" and (carrier := _carrier(values)):
-        return kind, *tensor_to_numpy(values.to(carrier)), values.dtype
-    return kind, array, carried, dtype
 
 
 class EncodedColumn:
@@ -752,7 +523,7 @@ class EncodedColumn:
 
     def __init__(
         self,
-        encoded: _Encoded,
+        encoded: Encoded,
         layout: Layout,
         fill: Fill,
         carrier: np.dtype | None = None,
@@ -772,10 +543,10 @@ class EncodedColumn:
             array, carried = tensor_to_numpy(column.numbers)
             return EncodedColumn(("row", array, carried, None), column.layout, column.fill)
         values = column.values.detach().cpu()
-        kind, array, carried, dtype = _form(values, column.layout)
+        kind, array, carried, dtype = form(values, column.layout)
         if kind == "rare":
             return None
-        if kind == "each" and (carrier := _carrier(values)):
+        if kind == "each" and (carrier := carrier_of(values)):
             narrow = torch.empty(0, dtype=carrier).numpy().dtype
             return EncodedColumn((kind, array, carried, values.dtype), column.layout, column.fill, narrow)
         return EncodedColumn((kind, array, carried, dtype), column.layout, column.fill)
@@ -793,68 +564,6 @@ class EncodedColumn:
             rows = np.arange(len(layout)) if rows is None else rows
             array = _Gather([Ragged(tensor_from_numpy(array), self._layout)], rows, self._carrier).values.numpy()
         return Ragged._from_wire, (kind, array, carried, dtype, layout, self._fill)
-
-
-def _repeated(values: Tensor, layout: Layout) -> _Encoded | None:
-    """Return what `_encoded` does if the values are one, or one a row, or nearly all 0; else None."""
-    bits = values.contiguous().view(_INTEGERS[values.element_size()])  # -0.0 is not 0.0, and NaN is itself
-    firsts = layout.offsets[:-1].clamp(max=len(values) - 1)
-    rows = int(torch.searchsorted(layout.offsets[1:], _SAMPLE)) + 1
-    sampled = layout.slice(0, rows)
-    if torch.equal(bits[: sampled.total], sampled.spread(bits[firsts[:rows]])):
-        low, high = bits.aminmax()
-        if low == high:
-            return "all", *tensor_to_numpy(values[:1]), None
-        if _is_one_a_row(bits, bits[firsts], layout):
-            return "row", *tensor_to_numpy(values[firsts]), None
-    if 16 * int(torch.count_nonzero(bits[:_SAMPLE])) < len(bits[:_SAMPLE]) and len(values) < 1 << 31:
-        places = bits.nonzero().squeeze(1)
-        if 4 * len(places) < len(values):
-            return _rare(places, values[places])
-    return None
-
-
-def _rare(places: Tensor, values: Tensor) -> _Encoded:
-    """Values (n,) at these places (n,) among others that are 0."""
-    bits = values.detach().cpu().contiguous().view(_INTEGERS[values.element_size()])
-    return (
-        "rare",
-        np.concatenate([places.int().numpy().view(np.uint8), bits.numpy().view(np.uint8)]),
-        None,
-        values.dtype,
-    )
-
-
-def _is_one_a_row(values: Tensor, by_row: Tensor, layout: Layout) -> bool:
-    """Whether every row has its one value throughout; looks at some rows at a time, to make nothing large."""
-    blocks = torch.searchsorted(layout.offsets, torch.arange(0, layout.total, _BLOCK)).tolist() + [len(layout)]
-    for first, last in zip(blocks, blocks[1:], strict=False):
-        begin, end = int(layout.offsets[first]), int(layout.offsets[last])
-        if not torch.equal(values[begin:end], layout.slice(first, last).spread(by_row[first:last])):
-            return False
-    return True
-
-
-_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-
-
-def _decoded(encoded: _Encoded, layout: Layout) -> Tensor:
-    """Undo `_encoded`."""
-    kind, array, carried, dtype = encoded
-    values = tensor_from_numpy(array, carried)
-    if kind == "all":
-        return values.expand(layout.total)
-    if kind == "row":
-        return layout.spread(values)
-    if dtype is None:
-        return values
-    if kind == "rare":
-        count = len(values) // (4 + dtype.itemsize)
-        decoded = torch.zeros(layout.total, dtype=dtype)
-        # a clone: the second part may begin where its type cannot
-        decoded[values[: 4 * count].view(torch.int32).long()] = values[4 * count :].clone().view(dtype)
-        return decoded
-    return values.to(dtype)
 
 
 # Several columns at once: each layout is worked out once, and columns that shared a layout share the new one.
@@ -888,7 +597,7 @@ def select_columns(columns: Mapping[str, Ragged], idx: Tensor) -> dict[str, Ragg
             return chosen._count_from(layout.offsets[local])
 
         def values(old: Tensor) -> Tensor:
-            if _is_constant(old):
+            if is_constant(old):
                 return old[:1].expand(chosen.total)
             if old.device.type == "cpu" and not old.requires_grad and chosen.total > _LONG_ROWS * len(rows) > 0:
                 return _Gather([Ragged(old, layout)], rows).values
@@ -944,7 +653,7 @@ def _joined(pieces: list[Ragged], layout: Layout, joined: Callable[[list[Ragged]
         return gathered
     values = [piece.values for piece in pieces]
     one = values[0][:1]
-    if all(_is_constant(v) and v.dtype == one.dtype and v.device == one.device for v in values):
+    if all(is_constant(v) and v.dtype == one.dtype and v.device == one.device for v in values):
         if all(torch.equal(v[:1], one) for v in values):
             return Ragged(one.expand(layout.total), layout, pieces[0].fill)
     if later and (gathered := GatheredRows.of(pieces, layout)):
@@ -955,119 +664,3 @@ def _joined(pieces: list[Ragged], layout: Layout, joined: Callable[[list[Ragged]
 def move_columns(columns: Mapping[str, Ragged], device: torch.device | str) -> dict[str, Ragged]:
     """Every column on ``device``."""
     return _map_columns(columns, lambda layout: _Change(layout.to(device), lambda old: old.to(device)))
-
-
-# -- Which tensor columns of an RL batch are ragged, and in which window ---------------------------------------------
-WINDOWS = {"prompts": "prompt", "input_ids": "all", "attention_mask": "all", "position_ids": "all"} | dict.fromkeys(
-    "responses response_mask loss_mask old_log_probs ref_log_prob rollout_log_probs entropys values rm_scores "
-    "token_level_scores token_level_rewards advantages returns rollout_is_weights selected_tokens "
-    "response_weights sum_pi_squared rollout_versions "
-    "teacher_log_probs teacher_topk_log_probs teacher_topk_ids".split(),
-    "response",
-)
-
-
-_TOKEN_IDS = ("input_ids", "prompts", "responses")
-
-
-def join_windows(prompt: Ragged, response: Ragged) -> dict[str, Ragged]:
-    """Return the columns of whole sequences, (B, P + R), from prompts (B, P) and responses (B, R).
-
-    ``input_ids``, ``attention_mask`` (ones) and ``position_ids`` that count each row from 0.
-    """
-    tokens = JoinedTokens.of(prompt, response)
-    return {"input_ids": tokens, "attention_mask": tokens.constant(1), "position_ids": CountedPositions(tokens.layout)}
-
-
-def register_ragged_column(name: str, window: str) -> None:
-    """Declare that column ``name`` (B, width, ...) has values on valid tokens of ``window`` only.
-
-    Such a column travels without its padding and comes back with zeros there. ``window``: "all", "prompt" or
-    "response". Register where the column is made, before it is sent.
-    """
-    if window not in ("all", "prompt", "response"):
-        raise ValueError(f"register_ragged_column({name!r}): window={window!r} is none of 'all', 'prompt', 'response'.")
-    WINDOWS[name] = window
-
-
-def window_layouts(columns: Mapping[str, Tensor | Ragged]) -> dict[str, Layout]:
-    """Return the layout of each window: by the attention mask, else of a packed column of that window."""
-    packed = {name: column.layout for name, column in columns.items() if isinstance(column, Ragged)}
-    layouts = {WINDOWS[name]: layout for name, layout in packed.items() if name in WINDOWS}
-    mask = columns.get("attention_mask")
-    if mask is None or len(mask.shape) != 2:
-        return layouts
-    layouts["all"] = whole = packed["attention_mask"] if isinstance(mask, Ragged) else Layout.from_mask(mask)
-    shapes = {name: columns[name].shape for name in ("prompts", "responses") if name in columns}
-    widths = {name: shape[1] for name, shape in shapes.items() if len(shape) > 1}
-    if sum(widths.values()) > whole.width or (len(widths) == 2 and sum(widths.values()) != whole.width):
-        return layouts  # a mask of prompts alone holds no responses
-    if "prompts" in widths:
-        layouts["prompt"] = whole.window(0, widths["prompts"])
-    if "responses" in widths:
-        layouts["response"] = whole.window(whole.width - widths["responses"], whole.width)
-    return layouts
-
-
-def pack_column(name: str, column: Tensor, layouts: Mapping[str, Layout], pad_token_id: int | None) -> Ragged | None:
-    """Pack a padded column; None if it is unknown, its window is, or its shape is not that of its window."""
-    layout = layouts.get(WINDOWS.get(name, ""))
-    if layout is None or column.shape[:2] != (len(layout), layout.width):
-        return None
-    fill: Fill = "position" if name == "position_ids" else 0
-    if name in _TOKEN_IDS and column.ndim == 2:
-        fill = pad_token_id or 0
-        padded_rows = (layout.lengths < layout.width).nonzero()[:1]
-        if len(padded_rows):  # the value that its padding has
-            row = int(padded_rows)
-            fill = column[row, 0 if layout.starts[row] > 0 else layout.lengths[row]].item()
-    return Ragged.from_padded(column, layout, fill)
-
-
-# -- Equality in value of two columns or entries of ``meta_info``, and their first difference ------------------------
-
-
-def first_difference(a, b) -> str | None:
-    """Return a text on how ``a`` and ``b`` differ, with the first row; None if they are equal.
-
-    A packed and a padded column are compared on the valid tokens of the packed one.
-    """
-    if isinstance(a, Ragged) != isinstance(b, Ragged) and a.shape == b.shape:
-        layout = a.layout if isinstance(a, Ragged) else b.layout
-        a, b = (column if isinstance(column, Ragged) else Ragged.from_padded(column, layout) for column in (a, b))
-    if is_same(a, b):
-        return None
-    if not (getattr(a, "shape", ()) and getattr(b, "shape", ())):
-        return f"{_short(a)} and {_short(b)}"
-    kinds = [(c.values.dtype if isinstance(c, Ragged) else c.dtype, tuple(c.shape)) for c in (a, b)]
-    if kinds[0] != kinds[1]:
-        return " and ".join(f"{dtype} {shape}" for dtype, shape in kinds)
-    rows = (column.rows() if isinstance(column, Ragged) else column for column in (a, b))
-    for i, (x, y) in enumerate(zip(*rows, strict=True)):
-        if not is_same(x, y):
-            return f"first at row {i}, {_short(x)} and {_short(y)}"
-    return "equal rows, but at other positions of the window"
-
-
-def is_same(a, b) -> bool:
-    """Equal in value. In arrays and nested objects NaN equals NaN; in tensors it does not, as in ``torch.equal``."""
-    if a is b:
-        return True
-    if isinstance(a, Ragged) and isinstance(b, Ragged):
-        return a.layout == b.layout and is_same(a.values, b.values)
-    if isinstance(a, Tensor) and isinstance(b, Tensor):
-        return a.shape == b.shape and a.dtype == b.dtype and torch.equal(a, b.to(a.device))
-    if isinstance(a, np.ndarray) and isinstance(b, np.ndarray):
-        if a.dtype == object or b.dtype == object:
-            return a.shape == b.shape and all(map(is_same, a.flat, b.flat))
-        return np.array_equal(a, b, equal_nan=a.dtype.kind in "fc" and b.dtype.kind in "fc")
-    if isinstance(a, dict) and isinstance(b, dict):
-        return a.keys() == b.keys() and all(is_same(a[key], b[key]) for key in a)
-    if isinstance(a, list | tuple) and isinstance(b, list | tuple):
-        return type(a) is type(b) and len(a) == len(b) and all(map(is_same, a, b))
-    return bool(np.all(a == b)) or (isinstance(a, float | np.floating) and bool(a != a and b != b))
-
-
-def _short(value) -> str:
-    text = repr(value.tolist() if isinstance(value, Tensor | np.ndarray) else value)
-    return text if len(text) <= 80 else text[:77] + "..."

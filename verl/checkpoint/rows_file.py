@@ -12,7 +12,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from verl.batch.ragged import Layout, Ragged
+from verl.batch.layout import Layout
+from verl.batch.ragged import Ragged
 from verl.protocol import DataProto, DataProtoError
 from verl.utils.fs import write_atomic
 

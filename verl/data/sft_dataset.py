@@ -21,7 +21,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from verl.batch.ragged import Ragged, join_windows
+from verl.batch.ragged import Ragged
+from verl.batch.windows import join_windows
 from verl.data.example_images import ExampleImages
 from verl.data.files import localized, read_files, resolve
 from verl.data.loader import _user_class

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from verl.batch import MicroBatching
-from verl.batch.ragged import Ragged, join_windows
+from verl.batch.ragged import Ragged
+from verl.batch.windows import join_windows
 from verl.config.actor import ActorConfig
 from verl.config.engine import OptimConfig
 from verl.config.rollout import RolloutConfig

@@ -25,19 +25,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from verl.batch.layout import Layout, tensor_from_numpy, tensor_to_numpy
 from verl.batch.ragged import (
-    WINDOWS,
     CountedPositions,
     EncodedColumn,
     JoinedTokens,
-    Layout,
     Ragged,
     RemoteRows,
     cat_columns,
     select_columns,
-    tensor_from_numpy,
-    tensor_to_numpy,
 )
+from verl.batch.windows import WINDOWS
 from verl.protocol import DataProto, DataProtoError
 from verl.single_controller.errors import WorkerGroupStopped
 

@@ -7,6 +7,7 @@ whether both sides computed the same.
 import json
 import sys
 import time
+from functools import partial
 
 import numpy as np
 import torch
@@ -76,7 +77,8 @@ def algorithms(results):
 def without_padding(mask, columns, index, padded):
     """Return the functions on valid tokens alone, by the names of their public forms; none in verl 0.5."""
     try:
-        from verl.batch.ragged import Layout, Ragged, RowValues
+        from verl.batch.layout import Layout
+        from verl.batch.ragged import Ragged, RowValues
     except ImportError:
         return {}
     from verl.algorithms.advantages import get_adv_estimator_fn
@@ -123,23 +125,30 @@ def log_probs(results):
         def score():
             return chunked_log_probs(hidden, weight, labels, want_entropy=True)
 
-    def call():
+    def with_gradients():
         hidden.grad = weight.grad = None
         scores, entropy = score()
         (scores.sum() + 0.1 * entropy.sum()).backward()
         return scores
 
-    def products():
-        """The three matrix products that no way can do without."""
-        logits = hidden.detach() @ weight.detach().t()
-        return logits @ weight.detach(), logits.t() @ hidden.detach()
+    @torch.no_grad()
+    def without():
+        return score()[0]
+
+    @torch.no_grad()
+    def products(want_gradients):
+        """The matrix products that no way can do without: one, and two more for the gradients."""
+        logits = hidden @ weight.t()
+        return (logits @ weight, logits.t() @ hidden) if want_gradients else logits
 
     work = {"rows": SCORED, "hidden": HIDDEN, "vocabulary": VOCABULARY}
-    row = {"what": "log-probs and entropy of hidden states, with gradients", "work": work}
-    value = float(call().detach().sum())
-    results.append(
-        {**row, "cpu_ms": least(call, repeat=3), "products_cpu_ms": least(products, repeat=3), "check": value}
-    )
+    for words, call in (("", without), (", with gradients", with_gradients)):
+        row = {"what": f"log-probs and entropy of hidden states{words}", "work": work}
+        costs = {
+            "cpu_ms": least(call, repeat=3),
+            "products_cpu_ms": least(partial(products, call is with_gradients), repeat=3),
+        }
+        results.append({**row, **costs, "check": float(call().detach().sum())})
 
 
 def rewards(results):

@@ -24,7 +24,8 @@ from tests.algorithms.advantages.estimators import (
 from tests.algorithms.batches import normal, ragged_mask
 from verl.algorithms.advantages import AdvantageEstimator, NonFiniteError, get_adv_estimator_fn
 from verl.algorithms.registry import does_take_ragged
-from verl.batch.ragged import Layout, Ragged
+from verl.batch.layout import Layout
+from verl.batch.ragged import Ragged
 from verl.config.checks.support import built_names
 
 pytestmark = pytest.mark.parametrize("name", NAMES)

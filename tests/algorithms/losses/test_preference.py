@@ -25,7 +25,8 @@ from verl.algorithms.losses.preference import (
     simpo_loss,
     sppo_pair_loss,
 )
-from verl.batch.ragged import Layout, Ragged
+from verl.batch.layout import Layout
+from verl.batch.ragged import Ragged
 from verl.config.preference import DPOAlgorithmConfig
 from verl.protocol import DataProto
 

@@ -15,7 +15,8 @@ from verl.algorithms.losses import POLICY_LOSS_REGISTRY, PPOLoss, TokenOutputs, 
 from verl.algorithms.losses.distillation import TEACHER_LOG_PROBS, TOP_LOG_PROBS, DistillationLoss
 from verl.algorithms.losses.preference import PairwiseLoss, dpo_loss, of_difference
 from verl.algorithms.losses.sft import SFTLoss
-from verl.batch.ragged import Layout, Ragged
+from verl.batch.layout import Layout
+from verl.batch.ragged import Ragged
 from verl.config.actor import ActorConfig
 from verl.config.distillation import DistillationLossConfig
 

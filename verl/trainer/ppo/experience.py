@@ -37,8 +37,10 @@ from verl.algorithms.reward_shaping import (
 )
 from verl.algorithms.valid_tokens import is_whole
 from verl.batch.balancing import log_seqlen_unbalance
+from verl.batch.layout import Layout
 from verl.batch.partition import CallPlan, MiniBatches, PartitionPlan, RowCost, row_lengths
-from verl.batch.ragged import WINDOWS, Column, Layout, Ragged, RowValues
+from verl.batch.ragged import Column, Ragged, RowValues
+from verl.batch.windows import WINDOWS
 from verl.config.actor import ActorConfig
 from verl.config.algorithm import AlgorithmConfig
 from verl.config.critic import CriticConfig

@@ -12,7 +12,9 @@ from torch import Tensor
 
 from verl.agents.base import TRAJECTORY_COLUMN
 from verl.algorithms.resample import resample_rows
-from verl.batch.ragged import WINDOWS, Layout, Ragged
+from verl.batch.layout import Layout
+from verl.batch.ragged import Ragged
+from verl.batch.windows import WINDOWS
 from verl.config.algorithm import PFPPOConfig
 from verl.protocol import DataProto
 

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from verl.batch.balancing import Prompts, inverse_permutation
-from verl.batch.ragged import Column, CountedPositions, Layout, Ragged, select_columns, slice_columns
+from verl.batch.layout import Layout
+from verl.batch.ragged import Column, CountedPositions, Ragged, select_columns, slice_columns
 from verl.models.attention.kernels import Packing
 from verl.models.attention.sequence_parallel import Group, SequenceShard
 from verl.models.multimodal import (

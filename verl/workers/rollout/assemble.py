@@ -10,7 +10,9 @@ from typing import Any
 
 import torch
 
-from verl.batch.ragged import Layout, Ragged, join_windows
+from verl.batch.layout import Layout
+from verl.batch.ragged import Ragged
+from verl.batch.windows import join_windows
 from verl.config.base import plain
 from verl.config.rollout import RolloutConfig, SamplingConfig
 from verl.protocol import DataProto

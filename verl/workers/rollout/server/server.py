@@ -11,6 +11,7 @@ import asyncio
 import logging
 import re
 import socket
+import sys
 import threading
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from concurrent.futures import Future
@@ -349,7 +350,10 @@ def _rest(request: Request, done: Completion) -> Request:
 
 
 def own_address() -> str:
-    """The address by which other machines of the cluster know this one."""
+    """The address by which other machines of the cluster know this one: on Ray the node's, else the default route's."""
+    ray = sys.modules.get("ray")  # loaded where this process is on Ray
+    if ray is not None and ray.is_initialized():
+        return ray.util.get_node_ip_address()
     with suppress(OSError):
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
             probe.connect(("8.8.8.8", 80))  # a datagram socket only looks up the route

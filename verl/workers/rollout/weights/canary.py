@@ -13,7 +13,8 @@ from typing import NamedTuple
 
 import torch
 
-from verl.batch.ragged import Ragged, join_windows
+from verl.batch.ragged import Ragged
+from verl.batch.windows import join_windows
 from verl.protocol import DataProto
 from verl.workers.rollout.base import Request, RolloutEngine, SamplingParams, WeightSyncError
 
