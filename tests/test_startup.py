@@ -63,10 +63,13 @@ def test_help_is_printed_by_a_rank_too(variables):
 def test_ranks_of_a_run_are_not_those_of_torchrun(monkeypatch):
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR"):
         monkeypatch.setenv(name, "4")
-    monkeypatch.delenv("WG_BACKEND", raising=False)
+    for name in ("WG_BACKEND", "TORCHELASTIC_RUN_ID"):
+        monkeypatch.delenv(name, raising=False)
     assert torchrun_size() == (1, 4)
     monkeypatch.setenv("WG_BACKEND", "ray")
     assert torchrun_size() is None
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")  # torchrun, started by a rank
+    assert torchrun_size() == (1, 4)
 
 
 def test_a_driver_on_ray_imports_neither_models_nor_the_compiler(tmp_path):

@@ -204,10 +204,12 @@ def _kill_group(pid: int, leader: bool = True) -> None:
 def torchrun_size() -> tuple[int, int] | None:
     """Nodes, and ranks on each, where torchrun or a launcher with its variables started this process; else None.
 
-    A rank of a worker group has these variables too, and so has what it starts: ``WG_BACKEND`` beside them says so.
+    A rank of a worker group has these variables too, and so has what it starts: ``WG_BACKEND`` beside them says so,
+    unless torchrun, which leaves its own mark, was started there.
     """
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR")
-    if "WG_BACKEND" in os.environ or not all(name in os.environ for name in names):
+    is_of_group = "WG_BACKEND" in os.environ and "TORCHELASTIC_RUN_ID" not in os.environ
+    if is_of_group or not all(name in os.environ for name in names):
         return None
     local = int(os.environ["LOCAL_WORLD_SIZE"])
     return int(os.environ["WORLD_SIZE"]) // local, local
