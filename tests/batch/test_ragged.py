@@ -328,9 +328,12 @@ def test_one_number_a_row_is_the_column_of_its_values(columns, data):
         lambda column: pickle.loads(pickle.dumps(column)),
     ]
     for change in changes:
-        found, expected = change(given), change(whole)
-        assert torch.equal(found.values, expected.values) and found.layout == expected.layout
-        assert found.shape == expected.shape and found.dtype == expected.dtype
+        expected = change(whole)
+        # the values of the second are there, after the first change
+        for column in (RowValues(given.numbers, given.layout, given.at), given):
+            found = change(column)
+            assert torch.equal(found.values, expected.values) and found.layout == expected.layout
+            assert found.shape == expected.shape and found.dtype == expected.dtype
     kept = RowValues(given.numbers, given.layout, given.at).select(rows)
     assert isinstance(kept, RowValues) and "values" not in vars(kept)
     filled = given.layout.lengths > 0
@@ -359,3 +362,12 @@ def test_one_number_a_row_takes_its_bytes_on_the_wire_and_shows_changes():
     assert column.version == before, "making the values is no change of theirs"
     column.values[0] = 7
     assert column.version != before
+
+
+@pytest.mark.parametrize("at", [None, torch.tensor([1, 0])])
+def test_one_number_a_row_can_be_read_in_inference_mode(at):
+    column = RowValues(torch.tensor([1.0, 2.0]), Layout(torch.tensor([0, 0]), torch.tensor([2, 1]), 3), at)
+    before = column.version
+    with torch.inference_mode():
+        assert column.values.tolist() == ([1, 1, 2] if at is None else [0, 1, 2])
+    assert column.version == before

@@ -3,9 +3,12 @@
 Runs of several ranks are processes of their own: a process that has run a backward pass with a GPU cannot be forked.
 """
 
+import pickle
+
 import pytest
 import torch
 
+from tests.rewards.managers.batches import TOKENIZER, batch_of
 from tests.support.losses import optim_section, ppo_loss, value_loss
 from tests.support.runs import main_ppo, make_task, overrides, read_metrics
 from tests.support.tiny_models import make_batch, make_tiny_model
@@ -14,7 +17,10 @@ from verl.checkpoint.checkpoint_manager import CheckpointManager
 from verl.models.activation_memory import ActivationOffload
 from verl.models.loader import ModelSpec
 from verl.models.token_outputs import LogitTransform, chunked_log_probs, full_log_probs
+from verl.rewards.managers import NaiveRewardManager
+from verl.rewards.managers.scoring import reward_column
 from verl.telemetry.memory import optimizer_tensors
+from verl.trainer.ppo.experience import attach_reward
 from verl.utils.distributed import destroy_global_process_group
 from verl.workers.engine import MicroBatching, Want, build_engine
 from verl.workers.rollout.base import Request, SamplingParams
@@ -355,3 +361,16 @@ def test_a_run_in_bf16_with_everything_offloaded(tmp_path):
     )
     assert all(row["training/rollout_probs_diff_max"] < 0.1 for row in rows)
     assert all(row["perf/max_memory_allocated_gb"] > 0 and row["actor/nonfinite_steps"] == 0 for row in rows)
+
+
+def test_a_batch_on_the_device_is_rewarded_and_sent_as_on_the_cpu():
+    received = []
+    for device in ("cpu", "cuda"):
+        data = batch_of(["12345", "x", ""]).packed().to(device)
+        rewards, extra = reward_column(data, NaiveRewardManager(TOKENIZER, 0))
+        mask = data.ragged("responses").constant(1).copied()
+        mask.values[mask.layout.offsets[1:-1] - 1] = 0  # the score moves to the token before
+        attach_reward(data.put("response_mask", mask), rewards, extra)
+        received.append(pickle.loads(pickle.dumps(data)))
+    for name in received[0].keys():
+        assert torch.equal(*(data.column(name) for data in received)), name

@@ -215,3 +215,15 @@ def test_one_number_a_row_is_sent_as_such_and_once(start_local):
     assert again < without + 600
     for row, number in zip(shown.non_tensor_batch["shown"], data.ragged("advantages").numbers.tolist(), strict=True):
         assert set(row["advantages"]) == {number}
+
+
+def test_the_same_numbers_on_other_tokens_are_another_column(start_local):
+    """A reward moves to an earlier token where its own is rejected; its number stays."""
+    group, data = start_local(Reader, 3), rollouts()
+    given = data.ragged("token_level_scores")
+    moved = RowValues(given.numbers, given.layout, torch.zeros(ROWS, dtype=torch.int64))
+    data.put("token_level_rewards", moved).put("advantages", RowValues(given.numbers, given.layout))
+    for scores in (given, moved, given.copied()):
+        data.put("token_level_scores", scores)
+        for _ in range(2):
+            check(group.show(data), data)

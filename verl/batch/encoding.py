@@ -52,6 +52,7 @@ def carrier_of(values: Tensor) -> torch.dtype | None:
 def encode(values: Tensor, layout: Layout) -> Encoded:
     """Return how the values are sent: as `form`, integers in the fewest bytes that hold them."""
     values = values.detach().cpu()
+    layout = layout if layout.lengths.device.type == "cpu" else layout.to("cpu")
     kind, array, carried, dtype = form(values, layout)
     if kind == "each" and (carrier := carrier_of(values)):
         return kind, *tensor_to_numpy(values.to(carrier)), values.dtype
@@ -82,7 +83,7 @@ def rare(places: Tensor, values: Tensor) -> Encoded:
     bits = values.detach().cpu().contiguous().view(_INTEGERS[values.element_size()])
     return (
         "rare",
-        np.concatenate([places.int().numpy().view(np.uint8), bits.numpy().view(np.uint8)]),
+        np.concatenate([places.cpu().int().numpy().view(np.uint8), bits.numpy().view(np.uint8)]),
         None,
         values.dtype,
     )

@@ -259,8 +259,8 @@ class RowValues(Ragged):
 
     @staticmethod
     def on_last_tokens(numbers: Tensor, layout: Layout) -> RowValues:
-        """The numbers (B,) on the last token of each row."""
-        return RowValues(numbers, layout, (layout.lengths - 1).clamp(min=0))
+        """The numbers (B,) on the last token of each row, on the device of ``layout``."""
+        return RowValues(numbers.to(layout.lengths.device), layout, (layout.lengths - 1).clamp(min=0))
 
     @cached_property
     def values(self) -> Tensor:
@@ -268,10 +268,9 @@ class RowValues(Ragged):
         if self.at is None:
             values = layout.spread(self.numbers)
         else:
-            values = self.numbers.new_zeros(layout.total)
             filled = layout.lengths > 0
-            values[(layout.offsets[:-1] + self.at)[filled]] = self.numbers[filled]
-        vars(self)["_version_made"] = values._version
+            places = (layout.offsets[:-1] + self.at)[filled]
+            values = self.numbers.new_zeros(layout.total).index_copy(0, places, self.numbers[filled])
         return values
 
     @property
@@ -304,7 +303,7 @@ class RowValues(Ragged):
         return self if layout is self.layout else RowValues(self.numbers, layout, self.at)
 
     def copied(self) -> Ragged:
-        return RowValues(self.numbers.clone(), self.layout, self.at)
+        return RowValues(self.numbers.clone(), self.layout, None if self.at is None else self.at.clone())
 
     def _mapped(self, each: Callable[[Ragged], Ragged], change: Callable[[Layout], _Change]) -> Ragged:
         made = change(self.layout)
@@ -315,12 +314,13 @@ class RowValues(Ragged):
 
     @property
     def anchor(self) -> Any:
-        return self.numbers
+        # columns that have the same numbers on other tokens are others
+        return self.numbers if self.at is None else self.at
 
     @property
     def version(self) -> int:
-        changes = self.values._version - vars(self)["_version_made"] if "values" in vars(self) else 0
-        return self.numbers._version + changes
+        made = [self.numbers, *([self.values] if "values" in vars(self) else [])]
+        return sum(tensor._version for tensor in made if not tensor.is_inference())
 
     def __reduce__(self):
         if "values" in vars(self) or self.layout.total >= 1 << 31:

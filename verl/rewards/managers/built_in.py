@@ -5,8 +5,6 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-import torch
-
 from verl.algorithms.reward_shaping import overlong_penalty
 from verl.batch.ragged import Column, RowValues
 from verl.protocol import DataProto
@@ -163,7 +161,7 @@ class DAPORewardManager(NaiveRewardManager):
         if self.buffer.get("log"):
             columns["overlong_reward"] = penalties
             columns["overlong"] = [value < 0 for value in penalties]
-        total = rewards.numbers + torch.tensor(penalties, dtype=torch.float32)
+        total = rewards.numbers + rewards.numbers.new_tensor(penalties)
         return RowValues.on_last_tokens(total, responses.layout), columns
 
 

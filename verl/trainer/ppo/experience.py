@@ -295,15 +295,15 @@ def _tokens_answered(mask: Ragged, at: Tensor) -> Tensor:
 
     That is the last one up to it, or the first of the row; of a row without any, ``at`` itself.
     """
-    layout = mask.layout
-    own, firsts = np.flatnonzero(mask.values.cpu().numpy()), layout.offsets[:-1].numpy()
-    lasts, places = layout.offsets[1:].numpy(), at.cpu().numpy()
+    own, places = np.flatnonzero(mask.values.cpu().numpy()), at.cpu().numpy()
+    offsets = mask.layout.offsets.cpu().numpy()
+    firsts, lasts = offsets[:-1], offsets[1:]
     before = np.searchsorted(own, firsts + places, side="right") - 1  # number of the nearest in `own`
     first = np.searchsorted(own, firsts)
     chosen = np.maximum(before, first)
     has_own = first < np.searchsorted(own, lasts)
     found = own[np.minimum(chosen, max(len(own) - 1, 0))] if len(own) else firsts
-    return torch.from_numpy(np.where(has_own, found - firsts, places))
+    return torch.from_numpy(np.where(has_own, found - firsts, places)).to(at.device)
 
 
 def attach_reward(data: DataProto, scores: Column, extra: Mapping[str, Any]) -> DataProto:
