@@ -196,6 +196,43 @@ def test_a_manager_of_the_old_style_is_called_as_it_wants_to_be(caplog):
     assert "on_error=zero_and_count has no effect" in caplog.text
 
 
+def test_a_manager_that_hands_its_keywords_on_is_given_padded_rewards():
+    def counted(manager):
+        def call(*args, **kwargs):
+            calls.append(kwargs)
+            return manager(*args, **kwargs)
+
+        return call
+
+    def old(data, return_dict=False):
+        return {"reward_tensor": torch.ones(data.ragged("responses").shape)}
+
+    def doubled(data, **kwargs):
+        result = NaiveRewardManager(TOKENIZER, 0)(data, **kwargs)
+        return {**result, "reward_tensor": 2 * result["reward_tensor"]}
+
+    calls = []
+    for manager, wanted in ((old, [float(RESPONSE_LENGTH)] * 2), (doubled, [2.0, 0.0])):
+        rewards, _ = compute_reward(batch_of(["12345", "x"]), counted(manager))
+        assert rewards.sum(-1).tolist() == wanted
+    assert calls == [{"return_dict": True}] * 2
+
+
+def test_a_batch_whose_episodes_all_failed_is_rewarded_with_0_and_no_function_is_called():
+    def never(data, return_dict=False):
+        raise AssertionError("called")
+
+    batch = batch_of(["a", "b"], episode_status=["error", "error"])
+    rewards, columns = compute_reward(batch, never)
+    assert torch.equal(rewards, torch.zeros(2, RESPONSE_LENGTH)) and columns == {}
+
+
+def test_a_batch_without_rows_has_no_texts_and_no_rewards():
+    manager = NaiveRewardManager(TOKENIZER, 0)
+    for data in (batch_of(["a"])[:0], batch_of(["a"]).packed()[:0]):
+        assert compute_reward(data, manager)[0].shape == (0, RESPONSE_LENGTH)
+
+
 @pytest.mark.parametrize(
     "result, reason",
     [

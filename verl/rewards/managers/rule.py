@@ -296,7 +296,8 @@ class RuleRewardManager(AbstractRewardManager):
     def texts(self, responses: Ragged) -> list[str]:
         """The responses as texts; those that `keep_text` was given are not decoded again."""
         ends = responses.layout.lengths.cumsum(0)[:-1].tolist()
-        ids = np.split(responses.values.cpu().numpy(), ends)  # the tokenizer takes arrays faster than lists
+        # the tokenizer takes arrays faster than lists; of no rows, numpy's split makes one piece
+        ids = np.split(responses.values.cpu().numpy(), ends)[: len(responses.layout)]
         if not any(self._kept_texts):
             return decode_rows(self.tokenizer, ids)
         keys = [row.astype(np.int32).tobytes() for row in ids]

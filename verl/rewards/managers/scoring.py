@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from verl.agents.base import STATUS_COLUMN, EpisodeStatus
-from verl.batch.ragged import Column, Ragged
+from verl.batch.ragged import Column, Ragged, RowValues
 from verl.config.rollout import loops_may_reward
 from verl.data.table import distinct_values
 from verl.protocol import DataProto
@@ -161,7 +161,7 @@ def reward_column(data: DataProto, reward_fn: Callable) -> tuple[Column, dict[st
     The rewards are without padding where the manager has them so: nothing of the size (B, R) is made then.
 
     An error of the reward function is not caught. Rows whose agent loop failed are not scored: they get the mean of the
-    others' rewards, which moves no statistic, and None in extra columns; `without_failed` takes them out.
+    others' rewards, or 0, which moves no statistic, and None in extra columns; `without_failed` takes them out.
 
     Raises:
         ValueError: the manager's rewards are not of shape (B, R), or not finite.
@@ -170,6 +170,9 @@ def reward_column(data: DataProto, reward_fn: Callable) -> tuple[Column, dict[st
     if not failed.any():
         return _scored(data, reward_fn)
     counted = np.flatnonzero(~failed)
+    if not len(counted):
+        layout = data.ragged("responses").layout
+        return RowValues.on_last_tokens(torch.zeros(len(data)), layout), {}
     rewards, columns = compute_reward(data.select_idxs(counted), reward_fn)
     whole = rewards.new_zeros(len(data), rewards.shape[1])
     whole[torch.from_numpy(counted)] = rewards
@@ -196,9 +199,12 @@ def _scored(data: DataProto, reward_fn: Callable) -> tuple[Column, dict[str, lis
 
 def call_manager(data: DataProto, reward_fn: Callable, padded: bool = True) -> tuple[Any, dict[str, list]]:
     """What a reward manager returns, unchecked: rewards (B, R), padded or not, and its extra columns."""
-    keywords = (("return_dict", True), ("padded", padded))
     # a user's manager may return padded rewards alone
-    result = reward_fn(data, **{name: value for name, value in keywords if _has_keyword(reward_fn, name)})
+    keywords = {"return_dict": True} if _has_keyword(reward_fn, "return_dict") else {}
+    # one that takes any keyword may hand them on to one that does not, or change the rewards it is given back
+    if "padded" in inspect.signature(reward_fn).parameters:
+        keywords["padded"] = padded
+    result = reward_fn(data, **keywords)
     if isinstance(result, Mapping):
         return result["reward_tensor"], dict(result.get("reward_extra_info", None) or {})
     return result, {}
