@@ -246,6 +246,11 @@ def test_rewards_of_another_shape_or_not_finite_are_refused(result, reason):
         compute_reward(batch_of(["a", "b"]), lambda data, return_dict=False: result)
 
 
+def test_finite_rewards_whose_sum_overflows_are_taken():
+    rewards = torch.full((2, RESPONSE_LENGTH), 6e4, dtype=torch.float16)
+    assert torch.equal(compute_reward(batch_of(["a", "b"]), lambda data, return_dict=False: rewards)[0], rewards)
+
+
 def test_errors_of_a_manager_are_not_swallowed():
     def manager(data, return_dict=False):
         raise KeyError("mine")

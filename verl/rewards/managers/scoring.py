@@ -300,8 +300,9 @@ def _check(rewards: Any, data: DataProto, manager: str) -> None:
             f"Reward manager {manager} returned {kind} for {len(data)} responses: it must be a tensor of shape "
             f"{shape}, one row per response and one column per response token."
         )
-    if not torch.isfinite(rewards.sum()):  # one reduction; the rows are looked for only where it fails
-        rows = (~torch.isfinite(rewards)).any(-1).nonzero()[:, 0].tolist()
+    if torch.isfinite(rewards.sum()):  # one reduction; the rows are looked for only where it fails
+        return
+    if rows := (~torch.isfinite(rewards)).any(-1).nonzero()[:, 0].tolist():  # none where a sum overflows
         place = int((~torch.isfinite(rewards[rows[0]])).nonzero()[0])
         uid = data.non_tensor_batch["uid"][rows[0]] if "uid" in data.non_tensor_batch else None
         raise ValueError(
