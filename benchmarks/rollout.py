@@ -89,7 +89,7 @@ def speed(engine: RolloutEngine, count: int) -> dict[str, float]:
 
 
 def seed_costs(engine: RolloutEngine, count: int) -> dict[str, Any]:
-    """CPU milliseconds a token with a seed of each sample and without, the median of rounds in turns.
+    """CPU milliseconds a token with a seed of each sample and without, in turns: medians, and that of their ratios.
 
     A seed of null, among the engine's own sampling parameters, takes the place of the request's.
     """
@@ -102,8 +102,8 @@ def seed_costs(engine: RolloutEngine, count: int) -> dict[str, Any]:
             costs[name].append(generation_cost(engine, count, next(numbers), sampling)[1])
     tokens = count * RESPONSE
     middle = {f"{name}_cpu_ms_a_token": 1000 * statistics.median(values[1:]) / tokens for name, values in costs.items()}
-    over = middle["seeded_cpu_ms_a_token"] / middle["unseeded_cpu_ms_a_token"] - 1
-    return {"rows": count, **middle, "over_unseeded": over}
+    ratios = [seeded / unseeded for unseeded, seeded in zip(*(values[1:] for values in costs.values()), strict=True)]
+    return {"rows": count, **middle, "over_unseeded": statistics.median(ratios) - 1}
 
 
 def generation_cost(engine: RolloutEngine, count: int, round_: int, sampling: SamplingParams) -> tuple[float, float]:

@@ -14,6 +14,8 @@ PPO_CALLS = {**GRPO_CALLS, "kind": "ppo"}
 LARGEST = {"rows": 8192, "ranks": 512}
 SYNC_FP32 = {"dtype": "float32", "actor_dtype": "float32"}
 SYNC_BF16 = {"dtype": "bfloat16", "actor_dtype": "float32"}
+SEEDS_FP32 = {"what": "seeds", "dtype": "float32"}
+SEEDS_BF16 = {"what": "seeds", "dtype": "bfloat16"}
 LOG_PROBS = "log-probs and entropy of hidden states"
 
 
@@ -59,8 +61,8 @@ LINES = [
     Line("the same of fp32 weights into bf16", "rollout", {"engine": "hf", **SYNC_BF16}, "sync_over_copy", 2),
     Line("weight sync over a copy, vLLM, fp32", "rollout", {"engine": "vllm", **SYNC_FP32}, "sync_over_copy", 2),
     Line("the same of fp32 weights into bf16", "rollout", {"engine": "vllm", **SYNC_BF16}, "sync_over_copy", 2),
-    Line("vLLM's seeds of samples, share added", "rollout", {"what": "seeds", "rows": 16}, "over_unseeded", 0.03),
-    Line("the same for more rows", "rollout", {"what": "seeds", "rows": 64}, "over_unseeded", 0.03),
+    Line("vLLM's seeds of samples, share added, fp32", "rollout", {"rows": 64, **SEEDS_FP32}, "over_unseeded", 0.03),
+    Line("the same in bf16", "rollout", {"rows": 64, **SEEDS_BF16}, "over_unseeded", 0.03),
     Line("prefix sharing, share of its bound", "packing", {"name": "shared"}, share_of_bound, 0.9, True),
     Line("log-probs and entropy, CPU ms beyond the product", "peers", {"what": LOG_PROBS}, beyond_products, 95),
     Line("GAE, CPU ms", "algorithms", {"name": "gae", **WIDE}, "cpu_ms", 4),
