@@ -185,6 +185,24 @@ def rollout() -> str:
     return _tables("rollout", grid(heads, cells), grid(seed_heads, seeds))
 
 
+def serving() -> str:
+    """Requests one by one over HTTP beside one call of all."""
+    heads = ["engine", WORK, "CPU ms a token in one call", "over HTTP", "CPU ms that HTTP adds to a request"]
+    heads += ["requests of one token a second in one call", "over HTTP ", "s a step, `mode=sync`", "`mode=async`"]
+    cells = [
+        [
+            row["engine"],
+            row["work"],
+            *(number(row[way], "cpu_ms") for way in ("call", "served")),
+            number(row, "http_cpu_ms_a_request"),
+            *(number(row[way], "a_second") for way in ("call_of_one_token", "served_one_token")),
+            *(number(row.get(f"step_{mode}", {}), "step_s") for mode in ("sync", "async")),
+        ]
+        for row in load_rows("serving")
+    ]
+    return _tables("serving", grid(heads, cells))
+
+
 def packing() -> str:
     """Speed-ups of packed rows and of shared prompts beside what could be had at most."""
     cells = []

@@ -136,7 +136,9 @@ def main() -> None:
             for mode in ("sync", "async") if given.steps else ():
                 row[f"step_{mode}"] = measure_steps(name, mode, given.steps)
             rows.append(row)
-    report("serving", rows)
+    label = Path(given.model).name if given.model else "random model of 2.5M"
+    work = f"{label}, {SEQUENCES} prompts of {PROMPT} and responses of {RESPONSE} tokens; {SMALL} of one token"
+    report("serving", [{**row, "work": work} for row in rows])
 
 
 if __name__ == "__main__":

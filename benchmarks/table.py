@@ -24,6 +24,7 @@ TABLES: dict[str, tuple[str, Callable[[], str]]] = {
     "data": (README, render.data),
     "scorers": (README, render.scorers),
     "long_tails": ("docs/long_tails.md", render.long_tails),
+    "serving": ("docs/async.md", render.serving),
     "disjoint": ("docs/disjoint.md", render.disjoint),
 }
 """Name between the marks -> document, and what makes the table."""
