@@ -151,6 +151,12 @@ def test_arguments_of_another_engine_are_said_of_a_reward_model_too():
     assert "engine_kwargs.vllm={'enable_prefix_caching': False} has no effect" in notes(*words)
 
 
+@pytest.mark.parametrize("entry", ["engine_kwargs=text", "engine_kwargs.vllm=5", "engine_kwargs.sglang=[1]"])
+def test_arguments_of_an_engine_that_are_no_mapping_are_refused(entry):
+    text = problems(*REWARD_MODEL, f"reward_model.rollout.{entry}")
+    assert f"reward_model.rollout.{entry} must be a mapping, written {{name: value}}." in text
+
+
 def test_a_reward_engine_on_devices_of_its_own_never_sleeps():
     words = [f"reward_model.{name}" for name in ("enable_resource_pool=true", "nnodes=1", "n_gpus_per_node=2")]
     shared, own = (typed(*with_reward_engine("free_cache_engine: true"), *pool) for pool in ([], words))
