@@ -91,6 +91,16 @@ def test_copies_that_a_gpu_has_room_for_are_counted_and_explained(there):
         assert ("sums of gradients" in update.parts) == (is_on == "true")
 
 
+def test_sums_of_gradients_take_the_format_they_are_reduced_in(there):
+    sums = []
+    for dtype in ("fp32", "bf16"):
+        report = examined(
+            "trainer.n_gpus_per_node=2", f"actor_rollout_ref.actor.fsdp_config.mixed_precision.reduce_dtype={dtype}"
+        )
+        sums += [row.parts["sums of gradients"] for row in report.memory if row.phase == "update actor"]
+    assert sums[0] == 2 * sums[1] > 0
+
+
 def test_both_ends_of_the_link_hold_two_buckets(there):
     apart = ["actor_rollout_ref.hybrid_engine=false", "actor_rollout_ref.rollout.n_gpus_per_node=1"]
     phases = {phase.phase: phase.parts for phase in examined(*apart, "trainer.device=cuda").memory}

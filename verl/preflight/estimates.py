@@ -354,7 +354,8 @@ def _update(config: PPOConfig, role: RoleMemory, device: str) -> dict[str, int]:
     backend = backend_of(section.strategy, device, config.trainer.world_size)
     if role.reduces_once and backend.startswith("fsdp") and rows * longest_row(config) > tokens * sp:
         # gradients of several micro-batches are summed unsharded, and reduced with the last
-        parts["sums of gradients"] = trained_parameters(config, role.key, role.model) * BYTES["fp32"]
+        reduced = (section.sharding.mixed_precision or MixedPrecisionConfig()).reduce_dtype
+        parts["sums of gradients"] = trained_parameters(config, role.key, role.model) * BYTES[reduced]
     return parts | _logits(config, role, tokens, device, trains=True)
 
 
