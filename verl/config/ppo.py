@@ -67,8 +67,8 @@ class ModelConfig(Config):
     """With ``use_remove_padding``: in log-prob passes and updates the responses to one prompt share its tokens, which
     run once per micro-batch, forward and backward. Numbers stay the same; of n responses of R tokens to a prompt of P,
     P + n R tokens run in place of n (P + R), and a prompt's images are looked at once. Null: on a CPU, with
-    ``rollout.mode=sync`` and ``rollout.n`` above 1, rows of Llama, Mistral, Qwen2 and Qwen3 are packed for it, whatever
-    ``use_remove_padding`` says, unless another model is the reference or a teacher; otherwise false."""
+    ``rollout.n`` above 1, rows of Llama, Mistral, Qwen2 and Qwen3 are packed for it, whatever ``use_remove_padding``
+    says, unless another model is the reference or a teacher; otherwise false."""
 
     lora_rank: int = option(0, at_least=0)
     """Rank of LoRA adapters; 0 trains the full weights. Source: Hu et al. 2021 (arXiv:2106.09685)."""
@@ -158,7 +158,7 @@ class ActorRolloutRefConfig(Config):
     def shares_prompts_by_default(self) -> bool:
         """Whether ``model.use_prefix_sharing=null`` has a family that can share prompts do so, on a CPU."""
         model, rollout, actor = self.model, self.rollout, self.actor
-        has_groups = rollout.n > 1 and rollout.mode == "sync" and actor.update_split.size != 1
+        has_groups = rollout.n > 1 and actor.update_split.size != 1
         is_plain = (
             actor.strategy != "megatron"
             and not model.compile_layers
