@@ -121,6 +121,13 @@ def test_responses_by_servers_are_those_of_whole_batches(task, tmp_path):
     assert responses(tmp_path / "sync.parquet") == responses(tmp_path / "async.parquet")
 
 
+@pytest.mark.parametrize("data", [[], ["data.val_files=nowhere.parquet"]], ids=["served", "data"])
+def test_a_server_of_responses_says_once_that_it_reads(tmp_path, capsys, data):
+    with pytest.raises(SystemExit):
+        generate_by_servers([str(tmp_path / "no_model"), *data])
+    assert capsys.readouterr().err.count("reading the configuration") == 1
+
+
 def test_a_served_model_answers_whom_its_file_of_keys_lets_in(task, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     given = [f"model.path={task['actor_rollout_ref.model.path']}", "trainer.val_only=false", "rollout.n=1"]

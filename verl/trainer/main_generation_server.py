@@ -59,14 +59,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if words in ([], ["--help"], ["-h"]):
         print(HELP, end="")
         return
-    if not asks_for_help(words):
-        say_early(f"verl {__version__}: reading the configuration")
     with plain_ending():
         command = read_command(words, GenerationConfig.short_names, model_and_data)
     keys = {word.lstrip("+").partition("=")[0] for word in long_words(command.arguments, GenerationConfig.short_names)}
     if "data.val_files" in keys:
         generate([*words, "rollout.mode=async"])
         return
+    if not asks_for_help(words):
+        say_early(f"verl {__version__}: reading the configuration")
     run_from_command_line(
         lambda config: serve(config, command.checkpoint),
         ["trainer.val_only=false", "rollout.n=1", "rollout.mode=async", *command.arguments],
