@@ -151,10 +151,18 @@ def test_arguments_of_another_engine_are_said_of_a_reward_model_too():
     assert "engine_kwargs.vllm={'enable_prefix_caching': False} has no effect" in notes(*words)
 
 
-@pytest.mark.parametrize("entry", ["engine_kwargs=text", "engine_kwargs.vllm=5", "engine_kwargs.sglang=[1]"])
-def test_arguments_of_an_engine_that_are_no_mapping_are_refused(entry):
-    text = problems(*REWARD_MODEL, f"reward_model.rollout.{entry}")
-    assert f"reward_model.rollout.{entry} must be a mapping, written {{name: value}}." in text
+@pytest.mark.parametrize("place", ["actor_rollout_ref.rollout", "reward_model.rollout"])
+@pytest.mark.parametrize(
+    ("entry", "said"),
+    [
+        ("engine_kwargs=text", "engine_kwargs=text must be a mapping, written {name: value}."),
+        ("engine_kwargs.vllm=5", " holds vllm=5, which must be a mapping, written {name: value}."),
+        ("engine_kwargs.sglang=text", " holds sglang=text, which must be a mapping, written {name: value}."),
+    ],
+)
+def test_arguments_of_an_engine_that_are_no_mapping_are_refused(place, entry, said):
+    text = problems(*REWARD_MODEL, f"{place}.{entry}")
+    assert f"{place}.engine_kwargs=" in text and said in text
 
 
 def test_a_reward_engine_on_devices_of_its_own_never_sleeps():

@@ -58,10 +58,6 @@ def engine_options(
     problems += [Problem(one.key.replace(_POLICY, key), one.text.replace(_POLICY, key)) for one in found]
     wrong: list[Problem] = []
     options = build(base, own, key, wrong)
-    for engine, arguments in options.engine_kwargs.items():
-        if not isinstance(arguments, Mapping | None):
-            name = f"{key}.engine_kwargs.{engine}"
-            wrong.append(Problem(name, f"{name}={show(arguments)} must be a mapping, written {{name: value}}."))
     problems += wrong
     notes += [] if wrong else _without_effect(options, own, key, reads)
     return options

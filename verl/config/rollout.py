@@ -307,7 +307,7 @@ class RolloutConfig(Config):
     multi_stage_wake_up: bool = option(False, never_read="weights are always brought back first, the cache later")
     """Bring back weights first and the cache later when switching from training to sampling: always done."""
 
-    engine_kwargs: dict[str, Any] = option(
+    engine_kwargs: dict[str, dict[str, Any] | None] = option(
         {
             "vllm": {"swap_space": None, "disable_mm_preprocessor_cache": False},
             "sglang": {"attention_backend": None},

@@ -126,6 +126,12 @@ def _convert(kind: Any, value: Any, default: Any, key: str, problems: list[Probl
     if origin is dict or kind is dict:
         if not isinstance(value, Mapping):
             raise _Unfit("must be a mapping, written {name: value}")
+        _, item_kind = typing.get_args(kind) or (Any, Any)
+        for name, item in value.items():
+            try:
+                _convert(item_kind, item, None, f"{key}.{name}", problems)
+            except _Unfit as unfit:
+                raise _Unfit(f"holds {name}={show(item)}, which {unfit}") from None
         return read_only(value)
     if kind is Any:
         return read_only(value)
