@@ -56,7 +56,7 @@ def test_engines_seeds_and_processes_of_a_saved_run_are_shown(tmp_path, monkeypa
     speeds = {f"{count}_sequences": {"tokens_a_second": 100.0 * count} for count in (1, 16, 64)}
     sync = {"sync_over_fresh_copy": 1.25, "sync_awake_over_copy": 1.75, "sync_over_copy": 1.75}
     engine = {"engine": "vllm", "dtype": "bfloat16", "actor_dtype": "float32", "work": "a model"}
-    seeds = {"what": "seeds", "engine": "vllm", "dtype": "bfloat16", "rows": 16, "work": "16 rows"}
+    seeds = {"what": "seeds", "engine": "vllm", "dtype": "bfloat16", "rows": 64, "work": "64 rows"}
     seeds |= {"unseeded_cpu_ms_a_token": 0.5, "seeded_cpu_ms_a_token": 0.6, "over_unseeded": 0.2}
     ranks = [
         {"controller": "ray", "process": f"actor {i} (pid {i})", "work": "9 steps", "MiB": [1.0, 2.0], "KiB_a_step": i}
@@ -67,10 +67,10 @@ def test_engines_seeds_and_processes_of_a_saved_run_are_shown(tmp_path, monkeypa
         (tmp_path / f"{name}.json").write_text(json.dumps({"benchmark": name, **about, "rows": rows}))
     monkeypatch.setattr(measure, "RESULTS", tmp_path)
     assert "| vllm | bfloat16 | a model | 1.25 | 1.75 | 100 | 1,600 | 6,400 |" in TABLES["rollout"][1]()
-    assert "| vllm | bfloat16 | 16 rows | 0.500 | 0.600 | 20.0% |" in TABLES["rollout"][1]()
+    assert "| vllm | bfloat16 | 64 rows | 0.500 | 0.600 | 20.0% |" in TABLES["rollout"][1]()
     stands = TABLES["table"][1]()
     assert "| the same of fp32 weights into bf16 | a model | 1.8 | 2 | 1.0 to 1.5 |" in stands
-    assert "| vLLM's seeds of samples, share added | 16 rows | 0.2 | **0.03** | 1.0 to 1.5 |" in stands
+    assert "| the same in bf16 | 64 rows | 0.2 | **0.03** | 1.0 to 1.5 |" in stands
     assert "| ray | actor 0 | 1.0 | 2.0 | 0.0 |" in TABLES["soak"][1]()
 
 
