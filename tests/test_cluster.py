@@ -16,7 +16,7 @@ import psutil
 import pytest
 
 from tests.support.runs import make_task, overrides, read_metrics, run_job
-from verl.cluster import clock_finding
+from verl.cluster import _Check, _parser, clock_finding
 from verl.utils.exit_codes import ExitCode
 
 ADDRESSES = ["127.0.0.2", "127.0.0.3"]
@@ -273,6 +273,67 @@ def test_a_run_goes_on_over_two_nodes_each_with_a_disk_and_a_server_and_again_wh
     assert "2 of 1000 steps are done; actor: saved by 3 ranks, read by 2" in said
     assert re.search(rf"its node was lost, {address} \(.*raylet", said) or "Ray gave up its node" in said, said[-3000:]
     assert f"the run ended with exit code {int(ExitCode.WORKER)} in step" in said
+
+
+def check_of(monkeypatch, nodes, *words):
+    """The check of a cluster whose nodes have so many CPUs and GPUs, by address."""
+    import ray
+
+    alive = [
+        {"Alive": True, "NodeID": address, "NodeManagerAddress": address, "Resources": {"CPU": cpus, "GPU": gpus}}
+        for address, (cpus, gpus) in nodes.items()
+    ]
+    monkeypatch.setattr(ray, "nodes", lambda: alive)
+    return _Check(_parser().parse_args(["check", *words]), lambda text: None)
+
+
+@pytest.mark.ray
+def test_a_head_that_has_the_driver_alone_is_no_node_of_a_run(monkeypatch):
+    nodes = {"head": (0.0, 0.0), "a": (64.0, 8.0), "b": (64.0, 8.0)}
+    words = ("--device", "cuda", "--nodes", "2", "--gpus-per-node", "8")
+    check = check_of(monkeypatch, nodes, *words)
+    counted, left_out = check._count()
+    assert list(check.nodes) == ["a", "b"] and (counted.verdict, left_out.verdict) == ("ok", "note")
+    assert left_out.text.startswith("head: not counted")
+    nodes["b"] = (64.0, 0.0)  # its GPUs are not there
+    found = list(check_of(monkeypatch, nodes, *words)._count())
+    assert [one.what for one in found if one.verdict == "FAIL"] == ["nodes", "GPUs"]
+    assert "b has 0, --gpus-per-node=8" in found[-1].text and "head has" not in found[-1].text
+    [none, _] = check_of(monkeypatch, {"head": (0.0, 0.0)}, "--device", "cpu")._count()
+    assert none.verdict == "FAIL" and "0 alive, one at least asked for" in none.text
+
+
+@pytest.mark.ray
+def test_what_no_node_answers_is_not_called_equal(monkeypatch, tmp_path):
+    check = check_of(monkeypatch, {"a": (1.0, 0.0), "b": (1.0, 0.0)}, "--device", "cpu", "--folder", str(tmp_path))
+    monkeypatch.setattr(check, "ask", lambda *arguments: ({}, {"a": "no answer", "b": "no answer"}))
+    assert [finding.verdict for finding in check._look()] == ["FAIL", "FAIL"]
+    check.probes = {"b": None}
+    [left] = check._reduce()
+    assert left.text == "not tried: of 2 nodes one is left"
+
+
+@pytest.mark.ray
+def test_a_pool_waits_whole_seconds_for_its_place(monkeypatch):
+    from verl.single_controller.ray import pools
+
+    waits = []
+
+    class Group:
+        bundle_count = 1
+
+        def wait(self, seconds):
+            waits.append(int(seconds))  # as Ray
+            time.sleep(waits[-1] / 20)
+
+    for name, value in {"cluster_resources": dict, "nodes": list, "is_initialized": bool}.items():
+        monkeypatch.setattr(pools.ray, name, value)
+    monkeypatch.setattr(pools, "placement_group_table", lambda group: {"state": "PENDING"})
+    monkeypatch.setattr(pools, "_OWN_CLUSTER_PATIENCE_S", 0.5)
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    with pytest.raises(ValueError, match="needs CPU: 1"):
+        pools._wait_for_placement(pools.RayResourcePool([1]), [Group()], "cpu")
+    assert set(waits[1:]) == {1}
 
 
 def test_a_clock_that_is_off_is_named():

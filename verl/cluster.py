@@ -171,15 +171,15 @@ class _Check:
 
         self.options, self.ray, self.begun = options, ray, begun
         alive = [node for node in ray.nodes() if node["Alive"]]
-        self.nodes = sorted(alive, key=lambda node: (node["NodeManagerAddress"], node["NodeID"]))
-        self.names = self._names()
+        alive.sort(key=lambda node: (node["NodeManagerAddress"], node["NodeID"]))
+        self.alive = dict(zip(_names(alive), alive, strict=True))
+        # a head may have the driver alone
+        self.nodes = {name: node for name, node in self.alive.items() if self._has_place(node["Resources"])}
         self.probes: dict[str, Any] = {}
 
-    def _names(self) -> list[str]:
-        addresses = [node["NodeManagerAddress"] for node in self.nodes]
-        if len(set(addresses)) == len(addresses):
-            return addresses
-        return [f"{address} ({node['NodeID'][:6]})" for address, node in zip(addresses, self.nodes, strict=True)]
+    def _has_place(self, has: Mapping[str, float]) -> bool:
+        """Whether Ray would start a process of a run on a node with these resources."""
+        return has.get("CPU", 0) >= 1 and (self.options.device == "cpu" or has.get("GPU", 0) >= 1)
 
     def findings(self) -> Iterator[Finding]:
         """Yield a line a check; those that need all nodes come last."""
@@ -217,24 +217,28 @@ class _Check:
 
     def _count(self) -> Iterator[Finding]:
         options, there = self.options, len(self.nodes)
-        devices = [int(node["Resources"].get("GPU", 0)) for node in self.nodes]
-        cores = ", ".join(
-            f"{name}: {node['Resources'].get('CPU', 0):g} CPUs, {gpus} GPUs"
-            for name, node, gpus in zip(self.names, self.nodes, devices, strict=True)
-        )
-        if options.nodes and there != options.nodes:
+        resources = {name: node["Resources"] for name, node in self.alive.items()}
+        has = {name: (of.get("CPU", 0), int(of.get("GPU", 0))) for name, of in resources.items()}
+        cores = ", ".join(f"{name}: {cpus:g} CPUs, {gpus} GPUs" for name, (cpus, gpus) in has.items())
+        each = "a CPU" if options.device == "cpu" else "a CPU and a GPU"
+        if there != (options.nodes or max(there, 1)):
+            asked = f"--nodes={options.nodes}" if options.nodes else "one at least"
             yield Finding(
-                "FAIL", "nodes", f"{there} alive, --nodes={options.nodes} asked for ({cores}). Start Ray on the others "
+                "FAIL", "nodes", f"{there} alive, {asked} asked for ({cores}). Start Ray on the others "
                 "with ray start --address, and look at its log where it did not join.",
             )  # fmt: skip
         else:
             yield Finding("ok", "nodes", f"{there} alive; {cores}")
+        if left_out := [name for name in self.alive if name not in self.nodes]:
+            text = f"{', '.join(left_out)}: not counted, and not tried: each process of a run takes {each} of Ray"
+            yield Finding("note", "left out", text)
         wanted = options.gpus_per_node
-        short = [f"{name} has {has}" for name, has in zip(self.names, devices, strict=True) if wanted and has < wanted]
+        # where Ray was given no CPU, no process is meant to be
+        short = [f"{name} has {gpus}" for name, (cpus, gpus) in has.items() if cpus and gpus < wanted]
         if short:
             yield Finding(
                 "FAIL", "GPUs", f"{'; '.join(short)}, --gpus-per-node={wanted} asked for. Give ray start --num-gpus, "
-                "and see nvidia-smi there.",
+                "and see nvidia-smi there; on a head that has the driver alone, --num-cpus=0.",
             )  # fmt: skip
 
     def _start(self) -> Iterator[Finding]:
@@ -242,7 +246,7 @@ class _Check:
 
         gpus = 1 if self.options.device == "cuda" else 0
         actor = self.ray.remote(num_cpus=0, num_gpus=gpus)(Probe)
-        for name, node in zip(self.names, self.nodes, strict=True):
+        for name, node in self.nodes.items():
             place = NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
             self.probes[name] = actor.options(scheduling_strategy=place).remote()
         self.begun(f"a process on each of {len(self.nodes)} nodes imports verl")
@@ -269,6 +273,8 @@ class _Check:
         finally:
             mark.unlink()
         yield from (Finding("FAIL", "look", f"{name}: {reason}") for name, reason in missing.items())
+        if not found:
+            return
         yield from _versions(found)
         sees = [name for name, node in found.items() if node["sees_mark"]]
         writes = [name for name, node in found.items() if node["can_write"]]
@@ -366,7 +372,8 @@ class _Check:
         options, size = self.options, len(self.probes)
         backend = "nccl" if options.device == "cuda" else "gloo"
         if size < 2:
-            yield Finding("note", "all-reduce", "not tried: there is one node only")
+            left = "there is one node only" if len(self.nodes) == 1 else f"of {len(self.nodes)} nodes one is left"
+            yield Finding("note", "all-reduce", f"not tried: {left}")
             return
         self.begun(f"all-reduce over {size} nodes by {backend}; up to {options.timeout:g} s")
         name, first = next(iter(self.probes.items()))
@@ -391,6 +398,14 @@ class _Check:
         rate = options.MiB * 2**20 * 2 * (size - 1) / size / max(found.values()) / 1e9
         text = f"{backend}, {options.MiB} MiB over {size} nodes: {rate:.2f} GB/s a node, exact"
         yield Finding("ok", "all-reduce", text)
+
+
+def _names(nodes: Sequence[Mapping[str, Any]]) -> list[str]:
+    """The addresses of nodes, with their ids where several have one address."""
+    addresses = [node["NodeManagerAddress"] for node in nodes]
+    if len(set(addresses)) == len(addresses):
+        return addresses
+    return [f"{address} ({node['NodeID'][:6]})" for address, node in zip(addresses, nodes, strict=True)]
 
 
 def _versions(found: Mapping[str, Mapping[str, Any]]) -> Iterator[Finding]:

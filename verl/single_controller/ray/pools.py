@@ -167,7 +167,7 @@ def _wait_for_placement(pool: RayResourcePool, pgs: Sequence[PlacementGroup], de
     needs = ", ".join(f"{name}: {amount:g}" for name, amount in needed.items())
     what, said_at = f"resource pool {pool.store} (processes by node) needs {needs}", -_SAID_EVERY_S
     while (left := deadline - time.monotonic()) > 0:
-        if all(pg.wait(min(left, 1.0)) for pg in pgs):
+        if all(pg.wait(1) for pg in pgs):  # whole seconds: Ray takes 0.9 for 0, and would not wait
             return
         if address and time.monotonic() > said_at + _SAID_EVERY_S:
             said_at = time.monotonic()
