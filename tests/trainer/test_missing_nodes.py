@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 
 from verl.single_controller.errors import NodesMissing
-from verl.trainer.restarts import note_step, run_with_restarts
+from verl.trainer.restarts import _wait_s, note_step, run_with_restarts
 from verl.utils.exit_codes import ExitCode
 
 
@@ -46,6 +46,11 @@ def test_nodes_that_do_not_come_end_it_with_the_exit_code_of_a_lost_worker(tmp_p
     said = capfd.readouterr().err
     assert ending.value.code == ExitCode.WORKER and (tmp_path / "count").stat().st_size == 2
     assert "for lack of nodes, and trainer.max_restarts=1 is used up" in said
+
+
+def test_waits_double_up_to_ten_minutes_however_many_there_are():
+    assert [_wait_s(10.0, number) for number in (0, 1, 5, 6, 5000)] == [10.0, 20.0, 320.0, 600.0, 600.0]
+    assert _wait_s(0.0, 5000) == 0.0
 
 
 def test_a_step_that_fails_again_after_a_wait_for_nodes_ends_the_run(tmp_path, capfd):

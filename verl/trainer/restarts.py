@@ -85,7 +85,7 @@ def run_with_restarts(config: Any, run: Callable[[Any], None]) -> None:
                 break
             if not lacked_nodes:
                 failed_in.add(step)
-            seconds = min(first_wait_s * 2**number, _LONGEST_WAIT_S)
+            seconds = _wait_s(first_wait_s, number)
             start = "its newest checkpoint" if _changed_at(tracker) != saved_before else "where it began"
             say_early(
                 f"the run {how} {where}; restart {number + 1} of {trainer.max_restarts} from {start} in {seconds:g} s"
@@ -95,6 +95,11 @@ def run_with_restarts(config: Any, run: Callable[[Any], None]) -> None:
                 break
     if code:
         raise SystemExit(int(code))
+
+
+def _wait_s(first_s: float, number: int) -> float:
+    """Seconds before restart ``number``, counted from 0."""
+    return min(first_s * 2 ** min(number, 60), _LONGEST_WAIT_S)  # 2**1024 is no float
 
 
 def _changed_at(tracker: Path) -> int | None:
