@@ -158,6 +158,10 @@ def test_a_job_of_kuberay_has_what_its_training_asks_for(tmp_path):
         assert mounts["/dev/shm"]["emptyDir"]["medium"] == "Memory"
         assert mounts["/shared"]["persistentVolumeClaim"]["claimName"] == claim
         assert container["image"] == worker["image"] and container["env"] == worker["env"]
+    policy, labels = kinds["NetworkPolicy"]["spec"], workers["template"]["metadata"]["labels"]
+    own = {"matchLabels": labels}  # other clusters of the namespace are not closed, nor let in
+    assert labels == cluster["headGroupSpec"]["template"]["metadata"]["labels"] and policy["podSelector"] == own
+    assert policy["ingress"][0] == {"from": [{"podSelector": own}]}
     files = [config.data.train_files, config.data.val_files, config.trainer.default_local_dir, variables["HF_HOME"]]
     assert all(file.startswith("/shared/") for file in files), files
 
