@@ -1,4 +1,4 @@
-"""Slots of rollout servers that the driver lends to several processes of agent loops."""
+"""Several processes of agent loops: slots of rollout servers that the driver lends them, and what they send."""
 
 import asyncio
 import os
@@ -42,7 +42,28 @@ class Fan(AgentLoopBase):
         done = await asyncio.gather(*(ask(prompt_ids=[i], sampling_params=sampling_params) for i in row["prompts"]))
         ids = [token for one in done for token in one.token_ids]
         return AgentLoopOutput(prompt_ids=[1], response_ids=ids, response_mask=[1] * len(ids), num_turns=2)
+
+
+class OneWay(Exception):
+    """Can be pickled, and not be made again."""
+
+    def __init__(self, first, second):
+        super().__init__(first)
+
+
+@register("one_way")
+class OneWayLoop(AgentLoopBase):
+    async def run(self, sampling_params, **row):
+        fields = {"error": OneWay(1, 2)}
+        return AgentLoopOutput(prompt_ids=[1], response_ids=[1], response_mask=[1], num_turns=2, extra_fields=fields)
 '''
+
+
+class OneWay(Exception):
+    """Can be pickled, and not be made again."""
+
+    def __init__(self, first, second):
+        super().__init__(first)
 
 
 class Server:
@@ -103,10 +124,13 @@ class Processes:
     def use(self, max_running, *others):
         self.client = self.workers.use_servers([*others, self.address], "token", max_running)
 
+    def run(self, number, **row):
+        row = {"agent_name": "fan", "raw_prompt_ids": [1], **row}
+        return self.submit(self.workers.run(number, row, 0, SamplingParams(4), None, 1))
+
     def start(self, *prompts):
         """Run a row in the process with the fewest; returns its future."""
-        row = {"agent_name": "fan", "prompts": prompts, "raw_prompt_ids": [1]}
-        future = self.submit(self.workers.run(prompts[0], row, 0, SamplingParams(4), None, 1))
+        future = self.run(prompts[0], prompts=prompts)
         wait_for(lambda: future.done() or self.process_of(prompts[0]), "the row to begin")
         return future
 
@@ -199,6 +223,22 @@ def test_rows_that_are_cancelled_while_they_run_or_wait_leave_no_slot_used(proce
     assert last.result(120).response_ids == [40]
 
 
+def test_a_row_that_is_cancelled_as_soon_as_it_is_sent_is_answered(processes):
+    two = processes(2)
+    two.use(1)
+
+    async def cancelled_at_once(link):
+        sent = [
+            link.submit("row", number, {"agent_name": "fan"}, 0, SamplingParams(4), None, 1, "") for number in range(8)
+        ]
+        for call, _ in sent:
+            link.cancel(call)
+        done, _ = await asyncio.wait([answer for _, answer in sent], timeout=60)
+        return len(done)
+
+    assert two.wait(cancelled_at_once(two.workers.links[0])) == 8
+
+
 def test_a_server_that_fails_in_one_process_gets_no_requests_of_others(processes):
     two = processes(2)
     two.use(1, "http://127.0.0.1:1")  # where nobody listens
@@ -221,6 +261,38 @@ def test_requests_to_servers_that_others_replace_fail_and_hold_no_slot_of_the_ne
     two.let_go()
     rows = [two.start(30), two.start(40)]
     assert [row.result(120).response_ids for row in rows] == [[30], [40]] and two.loads() == [0]
+
+
+def test_a_dead_process_whose_connection_stays_open_is_replaced_and_gives_its_slots_back(processes):
+    two = processes(2)
+    two.use(2)
+    first, second = two.start(10, 11), two.start(20)
+    wait_for(lambda: len(two.server.running) == 2, "the slots to be used")
+    link = two.workers.links[0]  # of the row that began first
+    # as that of a node that is gone: nothing says that the other end is no longer there
+    two.loop.call_soon_threadsafe(link.writer.transport.pause_reading)
+    os.kill(two.process_of(10), signal.SIGKILL)
+    two.let_go()
+
+    def both_have_ended():
+        two.workers.check()
+        return first.done() and second.done()
+
+    wait_for(both_have_ended, "the rows of both processes")
+    assert first.result().response_ids == [10, 11] and second.result().response_ids == [20]
+    wait_for(lambda: two.loads() == [0], "the slots to come back")
+
+
+def test_what_the_other_end_cannot_read_fails_its_row_alone(processes):
+    two = processes(2)
+    two.use(2)
+    two.let_go()
+    with pytest.raises(RuntimeError, match=r"an answer of process \d of the agent loops cannot be read here: .*Error"):
+        two.run(1, agent_name="one_way").result(60)
+    with pytest.raises(TypeError, match="missing 1 required positional argument"):
+        two.run(2, prompts=[1], value=OneWay(1, 2)).result(60)
+    rows = [two.start(10), two.start(20)]
+    assert [row.result(120).response_ids for row in rows] == [[10], [20]]
 
 
 # -- messages that cross -----------------------------------------------------------------------------------------------

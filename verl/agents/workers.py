@@ -99,20 +99,21 @@ def _converted(output: RowOutput, convert: Callable[[Any, str], Any]) -> RowOutp
     return [of_row(one) for one in output] if isinstance(output, list) else of_row(output)
 
 
-def framed(message: Any) -> bytes:
-    """Return a message with its length before it."""
-    data = pickle.dumps(message, protocol=5)
-    return len(data).to_bytes(_LENGTH_BYTES, "little") + data
+def framed(number: int, *content: Any) -> bytes:
+    """Return a message: its length, the number of its call, and its content."""
+    data = pickle.dumps(content, protocol=5)
+    return len(data).to_bytes(_LENGTH_BYTES, "little") + number.to_bytes(_LENGTH_BYTES, "little") + data
 
 
-async def receive(reader: asyncio.StreamReader) -> Any:
-    """Return the next message.
+async def receive(reader: asyncio.StreamReader) -> tuple[int, bytes]:
+    """Return the number of the next message and its content, which `pickle.loads` may refuse.
 
     Raises:
         asyncio.IncompleteReadError: the other end has closed the connection.
     """
-    length = int.from_bytes(await reader.readexactly(_LENGTH_BYTES), "little")
-    return pickle.loads(await reader.readexactly(length))
+    head = await reader.readexactly(2 * _LENGTH_BYTES)
+    length, number = (int.from_bytes(part, "little") for part in (head[:_LENGTH_BYTES], head[_LENGTH_BYTES:]))
+    return number, await reader.readexactly(length)
 
 
 # -- the process -------------------------------------------------------------------------------------------------------
@@ -175,28 +176,31 @@ class AgentLoopWorker(Worker):
     async def _read(self, reader: asyncio.StreamReader) -> None:
         with suppress(asyncio.IncompleteReadError, OSError):
             while True:
-                number, method, arguments = await receive(reader)
+                number, data = await receive(reader)
                 if number == NO_ANSWER:
+                    method, arguments = pickle.loads(data)
                     getattr(self, f"on_{method}")(*arguments)
                     continue
-                task = asyncio.ensure_future(self._answer(number, getattr(self, f"on_{method}"), arguments))
+                task = asyncio.ensure_future(self._answer(number, data))
                 self._tasks[number] = task
                 task.add_done_callback(partial(self._ended, number))
+                await asyncio.sleep(0)  # a task that is cancelled before it has begun would not answer
         for task in list(self._tasks.values()):  # the driver has ended
             task.cancel()
 
     def _ended(self, number: int, task: asyncio.Task) -> None:
         del self._tasks[number]
 
-    async def _answer(self, number: int, method: Callable[..., Any], arguments: tuple) -> None:
+    async def _answer(self, number: int, data: bytes) -> None:
         try:
-            content, error = await method(*arguments), None
+            method, arguments = pickle.loads(data)
+            content, error = await getattr(self, f"on_{method}")(*arguments), None
         except BaseException as raised:
             content, error = None, raised
         try:
-            message = framed((number, content, error and sendable(error)))
+            message = framed(number, content, error and sendable(error))
         except Exception as unsendable:  # the row's output has something that cannot be pickled
-            message = framed((number, None, sendable(unsendable)))
+            message = framed(number, None, sendable(unsendable))
         self._writer.write(message)
 
     async def _close(self) -> None:
@@ -240,7 +244,7 @@ class AgentLoopWorker(Worker):
             self.client = RolloutClient(addresses, token)
 
     def _tell(self, server_set: int, method: str, *arguments: Any) -> None:
-        self._writer.write(framed((NO_ANSWER, (method, server_set, arguments), None)))
+        self._writer.write(framed(NO_ANSWER, method, server_set, arguments))
 
     async def on_row(
         self,
@@ -377,7 +381,7 @@ class Link:
         if self.is_lost:
             future.set_exception(ProcessLost(self.process))
             return number, future
-        self.writer.write(framed((number, method, arguments)))
+        self.writer.write(framed(number, method, arguments))
         self._waiting[number] = future
         return number, future
 
@@ -388,7 +392,7 @@ class Link:
     def notify(self, method: str, *arguments: Any) -> None:
         """Send a message to which there is no answer."""
         if not self.is_lost:
-            self.writer.write(framed((NO_ANSWER, method, arguments)))
+            self.writer.write(framed(NO_ANSWER, method, arguments))
 
     def cancel(self, number: int) -> None:
         """Cancel a call; it is answered all the same."""
@@ -398,13 +402,17 @@ class Link:
         """Take answers until the connection ends."""
         with suppress(asyncio.IncompleteReadError, OSError):
             while True:
-                number, content, error = await receive(reader)
+                number, data = await receive(reader)
                 if number == NO_ANSWER:
-                    self.on_message(self, *content)
+                    self.on_message(self, *pickle.loads(data))
                     continue
                 future = self._waiting.pop(number, None)
                 if future is None or future.done():
                     continue
+                try:
+                    content, error = pickle.loads(data)
+                except Exception as unreadable:
+                    content, error = None, self._unreadable(unreadable)
                 if error is None:
                     future.set_result(content)
                 elif isinstance(error, asyncio.CancelledError):
@@ -416,6 +424,13 @@ class Link:
             if not future.done():
                 future.set_exception(ProcessLost(self.process))
         self._waiting.clear()
+
+    def _unreadable(self, cause: Exception) -> RuntimeError:
+        return RuntimeError(
+            f"an answer of process {self.process} of the agent loops cannot be read here: {type(cause).__name__}: "
+            f"{cause}. It has an object that pickle writes and cannot make again; return numbers, texts and "
+            "collections of them in extra_fields."
+        )
 
 
 class AgentLoopWorkers:
@@ -573,9 +588,14 @@ class AgentLoopWorkers:
                 self._restarts[number] += 1
                 what = f"process {number} of the agent loops is started again, and its conversations begin again"
                 logger.warning("%s: %s", what, str(error).splitlines()[0])
-                self.loop.call_soon_threadsafe(self.links.pop, number, None)
+                self.loop.call_soon_threadsafe(self._drop, number)
                 group.restart()
                 self._connect(number)
+
+    def _drop(self, number: int) -> None:
+        """End the connection to a dead process, which may stay open where its whole node is gone."""
+        if (link := self.links.pop(number, None)) is not None:
+            link.writer.transport.abort()
 
     async def run(
         self,
