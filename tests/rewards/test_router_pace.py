@@ -11,15 +11,15 @@ from verl.rewards.router import Pace, Router, estimated_tokens, used_tokens
 
 
 class FakeClock(asyncio.SelectorEventLoop):
-    """An event loop whose time is that for which its callbacks have waited."""
+    """An event loop whose time is that for which its callbacks have waited, and which wakes ``late`` seconds after."""
 
-    def __init__(self):
+    def __init__(self, late=0.0):
         super().__init__()
         self.now = 1000.0
         select = self._selector.select
 
         def skip(timeout=None):
-            self.now += timeout or 0.0
+            self.now += timeout + late if timeout else 0.0
             return select(0)
 
         self._selector.select = skip
@@ -28,9 +28,9 @@ class FakeClock(asyncio.SelectorEventLoop):
         return self.now
 
 
-def begun(scenario) -> list[float]:
+def begun(scenario, late=0.0) -> list[float]:
     """Seconds after the start at which the requests of ``scenario(begin)`` began."""
-    loop, times = FakeClock(), []
+    loop, times = FakeClock(late), []
 
     async def run():
         async def begin(pace, tokens=0):
@@ -53,6 +53,15 @@ def test_requests_begin_at_an_even_pace_and_without_a_limit_at_once():
 
     assert begun(lambda begin: four(begin, 30)) == [0, 2, 4, 6]
     assert begun(lambda begin: four(begin, None)) == [0, 0, 0, 0]
+
+
+@pytest.mark.parametrize("limits", [(30, None), (None, 600)])
+def test_a_loop_that_wakes_late_keeps_the_pace(limits):
+    async def four(begin):
+        pace = Pace(*limits)
+        await asyncio.gather(*(begin(pace, 20) for _ in range(4)))
+
+    assert begun(four, late=0.5) == [0, 2.5, 4.5, 6.5]
 
 
 def test_tokens_are_spread_over_the_minute_in_turn():

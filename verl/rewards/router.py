@@ -58,22 +58,25 @@ class Pace:
             return
         now = asyncio.get_running_loop().time
         async with self._turns:
+            begins = now()
             while (wait_s := max(self._next_request, self._next_token) - now()) > 0:
                 self._corrected.clear()
                 with suppress(asyncio.TimeoutError):
                     await asyncio.wait_for(self._corrected.wait(), wait_s)
+                    begins = now()
+            # when it was due: a loop that wakes late takes nothing from the limits of the next
+            begins = max(begins, self._next_request, self._next_token)
             if self.requests:
-                self._next_request = now() + 60 / self.requests
-            self._take(tokens)
+                self._next_request = begins + 60 / self.requests
+            self._take(tokens, begins)
 
     def correct(self, estimated: int, tokens: int) -> None:
         """Count a request that was begun with ``estimated`` tokens as ``tokens``."""
-        self._take(tokens - estimated)
+        self._take(tokens - estimated, asyncio.get_running_loop().time())
         self._corrected.set()
 
-    def _take(self, tokens: int) -> None:
+    def _take(self, tokens: int, now: float) -> None:
         if self.tokens:
-            now = asyncio.get_running_loop().time()
             start = max(now, self._next_token) if tokens > 0 else self._next_token
             self._next_token = start + 60 * tokens / self.tokens
 
