@@ -144,12 +144,17 @@ def _batches(names: _Names) -> None:
             names.given.discard(_BATCH)
         steps, batches = steps or _STEPS, batches or 1
         names.put(f"{syncs} x {requires} x {_MINI}", f"{steps} x {batches} x {mini}", _BATCH, steps * batches * mini)
-        if at_key(names.tree, "data.gen_batch_size") == 1:
-            put_key(names.tree, "data.gen_batch_size", None)
-            names.messages.append("data.gen_batch_size=1 has no effect: groups are generated one by one anyway")
+        _one_by_one(names)
     total, size = names.take("rollout.total_rollout_steps", int), at_key(names.tree, _BATCH)
     if total is not None and isinstance(size, int) and size > 0:
         names.put("rollout.total_rollout_steps", total, "trainer.total_training_steps", max(1, total // size))
+
+
+def _one_by_one(names: _Names) -> None:
+    """Drop the batch of generation that trainers with engines of their own ask for."""
+    if at_key(names.tree, "data.gen_batch_size") == 1:
+        put_key(names.tree, "data.gen_batch_size", None)
+        names.messages.append("data.gen_batch_size=1 has no effect: groups are generated one by one anyway")
 
 
 def _v1(names: _Names) -> None:
@@ -180,6 +185,7 @@ def _v1(names: _Names) -> None:
         _in_turns(names, old, mode, 1 if ahead is None else ahead, staleness)
         return
     _apart(names, old, mode, staleness, True)
+    _one_by_one(names)
     syncs, mini = f"{_V1}.separate_async.parameter_sync_step", at_key(names.tree, _MINI)
     if isinstance(mini, int) and (steps := names.take(syncs, int)) is not None:
         # a step here is all that is trained on between two syncs of the weights
