@@ -116,6 +116,9 @@ def test_an_answer_that_took_more_delays_those_that_wait_and_is_owed_after_a_pau
         ({"messages": [{"content": [{"image_url": {"url": "data:image/png;base64,AAAA"}}]}]}, 0),
         ({"input": [[1, 2, 3], [4]], "model": "a long name of a model"}, 4),
         ({"input_ids": [1, 2], "sampling_params": {"max_new_tokens": 7}}, 9),
+        ({"text": "1234", "sampling_params": {"max_new_tokens": 7, "n": 2}}, 15),
+        ({"prompt": ["1234", "1234"], "max_tokens": 10, "n": 2}, 42),
+        ({"prompt": [[1, 2], [3]], "max_tokens": 10}, 23),
         ([1, 2], 0),
     ],
 )

@@ -34,6 +34,9 @@ _TEXTS = ("messages", "prompt", "input", "text", "input_ids", "tools", "query", 
 _ASKED = ("max_completion_tokens", "max_tokens", "max_new_tokens")
 """Fields that bound the tokens of an answer; the first of them counts."""
 
+_PROMPTS = ("prompt", "text", "input_ids")
+"""Fields that may list several prompts, each with answers of its own."""
+
 
 class Pace:
     """Limits of requests and of tokens a minute: requests begin in turn, and no faster on average.
@@ -86,14 +89,16 @@ def estimated_tokens(body: bytes) -> int:
     fields = _json(body)
     if not isinstance(fields, dict):
         return 0
-    answers = fields["n"] if isinstance(fields.get("n"), int) else 1
-    return sum(_tokens_of(fields.get(name)) for name in _TEXTS) + answers * _asked_tokens(fields)
+    prompts = [fields[name] for name in _PROMPTS if isinstance(fields.get(name), list)]
+    several = max((sum(isinstance(prompt, list | str) for prompt in listed) for listed in prompts), default=0)
+    answers = max(1, several) * _number(fields, ("n",), 1)
+    return sum(_tokens_of(fields.get(name)) for name in _TEXTS) + answers * _number(fields, _ASKED, 0)
 
 
-def _asked_tokens(fields: dict[str, Any]) -> int:
+def _number(fields: dict[str, Any], names: Sequence[str], default: int) -> int:
     params = fields.get("sampling_params")  # as SGLang's /generate has it
-    found = [place[name] for place in (fields, params) if isinstance(place, dict) for name in _ASKED if name in place]
-    return next((count for count in found if isinstance(count, int)), 0)
+    found = [place[name] for place in (fields, params) if isinstance(place, dict) for name in names if name in place]
+    return next((count for count in found if isinstance(count, int)), default)
 
 
 def used_tokens(content: bytes) -> int | None:
