@@ -10,6 +10,7 @@ import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from types import SimpleNamespace
 from urllib.parse import urlsplit
 
 import psutil
@@ -317,23 +318,24 @@ def test_what_no_node_answers_is_not_called_equal(monkeypatch, tmp_path):
 def test_a_pool_waits_whole_seconds_for_its_place(monkeypatch):
     from verl.single_controller.ray import pools
 
-    waits = []
+    waits, clock = [], [0.0]
 
     class Group:
         bundle_count = 1
 
         def wait(self, seconds):
             waits.append(int(seconds))  # as Ray
-            time.sleep(waits[-1] / 20)
+            clock[0] += waits[-1] or 0.125
 
     for name, value in {"cluster_resources": dict, "nodes": list, "is_initialized": bool}.items():
         monkeypatch.setattr(pools.ray, name, value)
     monkeypatch.setattr(pools, "placement_group_table", lambda group: {"state": "PENDING"})
-    monkeypatch.setattr(pools, "_OWN_CLUSTER_PATIENCE_S", 0.5)
+    monkeypatch.setattr(pools, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+    monkeypatch.setattr(pools, "_OWN_CLUSTER_PATIENCE_S", 2.5)
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     with pytest.raises(ValueError, match="needs CPU: 1"):
         pools._wait_for_placement(pools.RayResourcePool([1]), [Group()], "cpu")
-    assert set(waits[1:]) == {1}
+    assert waits[1:] == [1, 1, 1]
 
 
 def test_a_clock_that_is_off_is_named():
