@@ -7,6 +7,7 @@ import pytest
 from verl.config.base import ConfigError
 from verl.config.load import load
 from verl.config.sft import SFTConfig
+from verl.trainer.sft import job
 
 RUNNABLE = ("model.path=/m", "trainer.device=cpu", "trainer.n_gpus_per_node=2", "trainer.logger=[console]")
 
@@ -95,3 +96,14 @@ def test_what_has_no_effect_is_said():
     said = " ".join(loaded("trainer.test_freq=5", "ray_init.num_cpus=2", "engine.deepspeed.zero_stage=3").warnings)
     for key in ("trainer.test_freq", "ray_init.num_cpus", "engine.deepspeed.zero_stage"):
         assert key in said
+
+
+def test_a_rank_of_torchrun_has_the_ranks_that_there_are(monkeypatch):
+    variables = {"RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
+    for name, value in {**variables, "TORCHELASTIC_RUN_ID": "1"}.items():
+        monkeypatch.setenv(name, value)
+    served = []
+    monkeypatch.setattr(job, "_serve", lambda words, root: served.extend(words) or 0)
+    with pytest.raises(SystemExit):
+        job.main(["model.path=a"])
+    assert served == ["model.path=a", "trainer.nnodes=2", "trainer.n_gpus_per_node=2"]

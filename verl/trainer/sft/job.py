@@ -183,10 +183,10 @@ def main(
     words = list(sys.argv[1:] if arguments is None else arguments)
     help_asked = asks_for_help(words)
     if size := torchrun_size():
-        if os.environ["RANK"] != "0":
-            raise SystemExit(_serve(words, job.root))
         if not help_asked:  # how many there are is torchrun's to say
             words += [f"trainer.nnodes={size[0]}", f"trainer.n_gpus_per_node={size[1]}"]
+        if os.environ["RANK"] != "0":
+            raise SystemExit(_serve(words, job.root))
     if not help_asked:
         say_early(f"verl {__version__}: reading the configuration")
 
