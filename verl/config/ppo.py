@@ -233,6 +233,12 @@ class PPOConfig(Config):
         return profile_plan(trainer.profile_steps, continuous, self.global_profiler, roles, follows)
 
     @property
+    def shares_prompts_by_default(self) -> bool:
+        """Whether rows share prompts though no option says so, if the model is of `SHARES_BY_DEFAULT`."""
+        is_plain = self.trainer.device == "cpu" and not self.distillation.enabled
+        return is_plain and self.actor_rollout_ref.shares_prompts_by_default
+
+    @property
     def uses_critic(self) -> bool:
         """Is there a value model?"""
         if self.critic.enable is not None:

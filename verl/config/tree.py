@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from functools import cache
 from typing import Any, Literal, TypeVar, Union
 
-from verl.config.base import Config, Problem, did_you_mean, read_only
+from verl.config.base import Config, FreeDict, Problem, did_you_mean, read_only
 
 _TRUE, _FALSE = {"true", "yes", "on", "y", "1"}, {"false", "no", "off", "n", "0"}
 
@@ -127,12 +127,13 @@ def _convert(kind: Any, value: Any, default: Any, key: str, problems: list[Probl
         if not isinstance(value, Mapping):
             raise _Unfit("must be a mapping, written {name: value}")
         _, item_kind = typing.get_args(kind) or (Any, Any)
+        items = {}
         for name, item in value.items():
             try:
-                _convert(item_kind, item, None, f"{key}.{name}", problems)
+                items[name] = _convert(item_kind, item, None, f"{key}.{name}", problems)
             except _Unfit as unfit:
                 raise _Unfit(f"holds {name}={show(item)}, which {unfit}") from None
-        return read_only(value)
+        return FreeDict(items)
     if kind is Any:
         return read_only(value)
     return _convert_scalar(kind, value)

@@ -204,8 +204,8 @@ def _kill_group(pid: int, leader: bool = True) -> None:
 def torchrun_size() -> tuple[int, int] | None:
     """Nodes, and ranks on each, where torchrun or a launcher with its variables started this process; else None.
 
-    A rank of a worker group has these variables too, and so has what it starts: ``WG_BACKEND`` beside them says so,
-    unless torchrun, which leaves its own mark, was started there.
+    Ranks of a worker group, and processes that they start, have these variables too, and ``WG_BACKEND`` beside them.
+    torchrun sets ``TORCHELASTIC_RUN_ID``, also where such a rank started it.
     """
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR")
     is_of_group = "WG_BACKEND" in os.environ and "TORCHELASTIC_RUN_ID" not in os.environ

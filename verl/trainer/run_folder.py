@@ -189,7 +189,7 @@ def gpu_options(config: PPOConfig) -> list[str]:
 def _is_packed_by_default(config: PPOConfig) -> bool:
     """Whether the rows of a run on a CPU are packed to share prompts, though no option says so."""
     shared = config.actor_rollout_ref
-    if shared.actor.use_remove_padding or not shared.shares_prompts_by_default or config.distillation.enabled:
+    if shared.actor.use_remove_padding or not config.shares_prompts_by_default:
         return False
     model = read_model(shared.model.path, shared.model.override_config)
     return model is not None and not model.is_multimodal and model.model_type in SHARES_BY_DEFAULT

@@ -238,8 +238,7 @@ def prefix_sharing_without_shared_prompts(config: PPOConfig, is_given: IsGiven) 
 def rows_are_packed_to_share_prompts(config: PPOConfig, is_given: IsGiven) -> Iterator[Problem]:
     """The default on a CPU packs rows that the user asked to be padded."""
     key, shared = f"{MODEL}.use_remove_padding", config.actor_rollout_ref
-    is_default = shared.shares_prompts_by_default and config.trainer.device == "cpu" and not config.distillation.enabled
-    if is_default and is_given(key) and not shared.model.use_remove_padding:
+    if config.shares_prompts_by_default and is_given(key) and not shared.model.use_remove_padding:
         text = (
             f"{key}=false: on a CPU rows of Llama, Mistral, Qwen2 and Qwen3 are packed all the same, to share the "
             f"tokens of prompts. {MODEL}.use_prefix_sharing=false keeps them padded"
@@ -250,10 +249,8 @@ def rows_are_packed_to_share_prompts(config: PPOConfig, is_given: IsGiven) -> It
 @validator("warning")
 def compiled_layers_share_no_prompts(config: PPOConfig) -> Iterator[Problem]:
     """The default on a CPU that ``compile_layers`` turns off."""
-    key, shared = f"{MODEL}.compile_layers", config.actor_rollout_ref
-    if not shared.model.compile_layers or config.trainer.device != "cpu" or config.distillation.enabled:
-        return
-    if shared.with_values({"model.compile_layers": False}).shares_prompts_by_default:
+    key = f"{MODEL}.compile_layers"
+    if get_path(config, key) and config.with_values({key: False}).shares_prompts_by_default:
         text = (
             f"{key}=true: the responses to one prompt do not share its tokens, as those of Llama, Mistral, Qwen2 and "
             f"Qwen3 do on a CPU by default. Long prompts may cost more than compiling saves; compare with {key}=false, "

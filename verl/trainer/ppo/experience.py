@@ -515,9 +515,8 @@ def partition_plan(config: PPOConfig, cost: RowCost, step: int) -> PartitionPlan
         "update_actor": update(shared.actor, shared.rollout.n),
         "update_critic": update(critic, critic.rollout_n),
     }
-    is_plain = config.trainer.device == "cpu" and not config.distillation.enabled
-    by_default = is_plain and shared.shares_prompts_by_default
-    together = bool(shared.model.use_prefix_sharing or critic.model.use_prefix_sharing or by_default)
+    sharing = (shared.model.use_prefix_sharing, critic.model.use_prefix_sharing, config.shares_prompts_by_default)
+    together = any(sharing)
     return PartitionPlan(calls, cost if config.trainer.balance_batch else None, together)
 
 
